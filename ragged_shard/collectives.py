@@ -1,0 +1,122 @@
+"""The few collectives we use, each chosen per backend.
+
+In place on a flat buffer of one chunk per rank (what the FSDP runtime moves)::
+
+    full = [ chunk 0 | chunk 1 | ... | chunk m-1 ]        rank k owns chunk k
+
+    all_gather_in_place       before: chunk k is right on rank k      after: every chunk is right on every rank
+    reduce_scatter_in_place   before: every rank holds its addends    after: chunk k is summed, on rank k, in ``out``
+
+gloo's ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` stage one more full buffer and take 2.5-4 times as long
+as in-place broadcasts and direct messages + sum, so those are what runs on gloo; NCCL's own are in place already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Pending", "all_gather_in_place", "reduce_scatter_in_place", "reduce_scatter_scratch_numel"]
+
+
+class Pending:
+    """Collectives in flight and what is left to do when they have arrived. ``wait()`` may be called again."""
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], None] | None = None) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish = finish
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def is_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Whether ``tensor`` travels over gloo in ``group`` (a group may hold a backend per device type)."""
+    backend = group._get_backend(tensor.device)
+    return bool(backend.name() == "gloo")
+
+
+def all_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Gather the equal chunks of the 1-D buffer ``full``; rank k's chunk k is its input. No buffer is allocated."""
+    size, rank = group.size(), group.rank()
+    if size == 1 or full.numel() == 0:
+        return Pending(())
+    if is_gloo(group, full):
+        return Pending(
+            [dist.broadcast(chunk, group=group, group_src=source, async_op=True) for source, chunk in enumerate(full.chunk(size))]
+        )
+    own = full.chunk(size)[rank]
+    return Pending([dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
+
+
+def reduce_scatter_scratch_numel(full: Tensor, group: dist.ProcessGroup) -> int:
+    """Elements of scratch memory that ``reduce_scatter_in_place`` needs for ``full``: what the peers send, on gloo."""
+    size = group.size()
+    if size == 1 or not is_gloo(group, full):
+        return 0
+    return full.numel() // size * (size - 1)
+
+
+def reduce_scatter_in_place(
+    full: Tensor,
+    out: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    scratch: Tensor | None = None,
+    divide_by: float = 1.0,
+    accumulate: bool = False,
+) -> Pending:
+    """Sum chunk k of ``full`` over the ranks, divide it, and write it to (or add it to) ``out`` on rank k.
+
+    ``full``: 1-D of ``size * n`` elements; its own chunk may be overwritten. ``out``: 1-D of n, of any floating dtype;
+    it may be the own chunk of ``full``. ``scratch``: 1-D of ``reduce_scatter_scratch_numel`` elements of ``full``'s dtype, allocated when
+    missing; it must stay untouched until ``wait()`` returns. The addends are summed in rank order, in ``out``'s
+    precision where that is the higher one, so the result does not depend on who is asked.
+    """
+    size, rank = group.size(), group.rank()
+    own = full.chunk(size)[rank] if full.numel() else full
+
+    if size == 1 or full.numel() == 0:
+        return Pending((), lambda: _combine([own], out, divide_by, accumulate))
+    if is_gloo(group, full):
+        n = own.numel()
+        received = list((full.new_empty(n * (size - 1)) if scratch is None else scratch).chunk(size - 1))
+        works: list[dist.Work | None] = []
+        for peer, place in zip((p for p in range(size) if p != rank), received, strict=True):
+            works.append(dist.irecv(place, group=group, group_src=peer))
+        for step in range(1, size):
+            peer = (rank + step) % size
+            works.append(dist.isend(full[peer * n : (peer + 1) * n], group=group, group_dst=peer))
+        addends = [*received[:rank], own, *received[rank:]]
+        return Pending(works, lambda: _combine(addends, out, divide_by, accumulate))
+    work = dist.reduce_scatter_tensor(own, full, group=group, async_op=True)
+    return Pending([work], lambda: _combine([own], out, divide_by, accumulate))
+
+
+def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulate: bool) -> None:
+    """``out = sum(addends) / divide_by`` (or ``+=``), in rank order, rounding once per addition in the wider dtype."""
+    if out.dtype != addends[0].dtype:
+        total = torch.empty_like(out) if accumulate else out
+        total.copy_(addends[0])
+    else:
+        total = addends[0]
+    if not accumulate and total is not out and len(addends) > 1:
+        total, addends = torch.add(total, addends[1], out=out), addends[1:]
+    for addend in addends[1:]:
+        total.add_(addend)
+    if accumulate:
+        out.add_(total, alpha=1.0 / divide_by)
+    elif divide_by != 1.0:
+        torch.mul(total, 1.0 / divide_by, out=out)
+    elif total is not out:
+        out.copy_(total)
