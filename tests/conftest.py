@@ -5,9 +5,27 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
 settings.register_profile("deep", max_examples=1000, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say why a test is skipped: ``gpu`` without a CUDA device, ``deep`` outside the deep profile."""
+    reasons = {}
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            reasons["gpu"] = "needs a CUDA device, and torch.cuda.is_available() is False here"
+    if PROFILE != "deep":
+        reasons["deep"] = "long; `make test-deep` (HYPOTHESIS_PROFILE=deep) runs it"
+    for item in items:
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,51 @@
+# Two commands do everything, set-up included:  make train   make test
+# They need Python 3.11 or newer and pip, nothing else.
+#
+#   make train       train a language model four ways on local processes, compare them   (arguments: ARGS="--steps 800")
+#   make test        all tests            (arguments: ARGS="tests/fsdp -k resume")
+#   make test-deep   all tests, with many more random cases
+#   make bench       step time, traffic and memory against DDP and FSDP2
+#   make lint        ruff, and mypy --strict on the three packages
+#
+# A set-up step runs again only when pyproject.toml or constraints.txt changes. PYTHON=python3.12 picks another Python
+# for a new .venv. On a machine without CUDA, PyTorch's CPU wheels are much smaller than the default ones on Linux:
+#   PIP_EXTRA_INDEX_URL=INDEX_OF_THE_CPU_BUILD make train
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test test-deep bench lint setup
+.DEFAULT_GOAL := test
+# pip must not run twice at once in one environment.
+.NOTPARALLEL:
+
+train: $(VENV)/.installed-train
+	$(BIN)/python examples/compare.py $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-deep: $(VENV)/.installed-dev
+	HYPOTHESIS_PROFILE=deep RAGGED_TEST_DEADLINE=$${RAGGED_TEST_DEADLINE:-120} $(BIN)/python -m pytest --timeout 7200 $(ARGS)
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+setup: $(VENV)/.installed-dev
+
+# .installed-train, .installed-dev: written when the packages of that extra are in the environment. An environment that is
+# already there is added to, never rebuilt.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + \
+	  sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
