@@ -1,0 +1,228 @@
+"""A certified lower bound on the shard of one even flat buffer.
+
+The problem: tensors lie one after another, gaps allowed, in a buffer of ``m`` equal shards of S elements; S is a
+multiple of the alignment, and no shard boundary cuts a block. How small can S be?
+
+    |<------ S ------>|<------ S ------>|<------ S ------>|
+    [ a a a a | b b b b b b b b | b b b b | gap | c c c c ]      boundaries in b stand on block ends
+
+Everything here is integer arithmetic over *kinds* of tensors, ``(numel, block, copies)``, so a layer of 1,152 expert
+matrices costs no more than its two shapes. The facts used:
+
+* **Two boundaries force the block.** If two neighbouring boundaries lie strictly inside a tensor, both stand a
+  whole number of blocks from its start, so the block divides S.
+* **Threshold.** With at most one boundary inside, the tensor is a head of whole blocks, at most S, and a tail, at
+  most S: S + g * floor(S / g) >= numel. Let h be the least such S. Below h the block must divide S.
+* **Blocks are items.** Every block lies in one shard, and a shard holds floor(S / d) units of d elements for any d.
+* **Chains.** A tensor longer than S whose block does not divide S sits on exactly one boundary, its own. j of them on
+  consecutive boundaries fill j + 1 shards, and separate chains use separate shards.
+
+Nothing is known of which blocks divide the best S, so every set D of blocks that could be forced is assumed in
+turn: S_D is the least multiple of lcm(alignment, D) that satisfies all of the above for the tensors outside D. The
+bound is the least S_D, and the S_D are where the planner looks first.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ragged_shard.planner import TensorSpec
+
+__all__ = ["Kind", "Problem", "Target", "lower_bound", "packing_bound", "problems", "targets"]
+
+VECTOR_BYTES = 16  # starts of tensors: what vectorised kernels and TMA descriptors ask for
+
+MAX_FORCED_BLOCKS = 8  # 2**8 sets of blocks; the blocks of the longest tensors are kept, which only weakens the bound
+
+
+class Kind(NamedTuple):
+    """``copies`` equal tensors of ``numel >= 1`` elements whose blocks have ``1 <= block <= numel`` elements."""
+
+    numel: int
+    block: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """The least shard if exactly the blocks ``forced`` are assumed to divide it.
+
+    ``shard`` is a multiple of ``step = lcm(alignment, *forced)``; ``need`` is what the strongest fact asks before
+    rounding up to the step, and ``why`` names that fact: "average", "largest block", "packing", "threshold" or
+    "chain". ``witness`` is the kind of tensor (or, for packing, the unit d) that the fact is about.
+    """
+
+    shard: int
+    step: int
+    forced: tuple[int, ...]
+    need: int
+    why: str
+    witness: Kind | None
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, step: int) -> int:
+    return -(-a // step) * step
+
+
+def threshold(numel: int, block: int) -> int:
+    """The least S with ``S + block * floor(S / block) >= numel``: room for one boundary inside, on a block end."""
+    whole = max(1, ceil_div(numel + 1 - block, 2 * block))
+    return max(whole * block, numel - whole * block)
+
+
+def packing_bound(kinds: Sequence[Kind], world_size: int) -> int:
+    """A bound on the largest number of elements that any rank *owns*, whatever the layout, if no block is cut.
+
+    It holds for uneven shards, permuted blocks and tensors in several pieces too. ``kinds`` may be empty (0).
+    """
+    return _packing(kinds, world_size)[0]
+
+
+def _packing(kinds: Sequence[Kind], world_size: int) -> tuple[int, str, Kind | None]:
+    if not kinds:
+        return 0, "average", None
+    best = ceil_div(sum(k.numel * k.copies for k in kinds), world_size), "average", None
+    largest = max(kinds, key=lambda k: (k.block, k))
+    answer: tuple[int, str, Kind | None] = best
+    if largest.block > answer[0]:
+        answer = largest.block, "largest block", largest
+    for unit in sorted({k.block for k in kinds if k.block > 1}):
+        units = sum(k.copies * (k.numel // k.block * (k.block // unit) + k.numel % k.block // unit) for k in kinds)
+        if unit * ceil_div(units, world_size) > answer[0]:
+            answer = unit * ceil_div(units, world_size), "packing", max(k for k in kinds if k.block == unit)
+    return answer
+
+
+def _chain(longer: int, numel: int, world_size: int) -> int:
+    """The least S for ``longer`` tensors of at least ``numel`` elements, none of whose blocks divides S."""
+    if longer >= world_size:
+        return numel
+    in_a_row = ceil_div(longer, world_size - longer)
+    return ceil_div(in_a_row * numel, in_a_row + 1)
+
+
+def targets(kinds: Sequence[Kind], world_size: int, alignment: int) -> list[Target]:
+    """One ``Target`` for each set of blocks that could be forced, least shard first; never empty.
+
+    ``alignment``: elements that the shard is a multiple of. The first target's shard is the lower bound.
+    """
+    base = _packing(kinds, world_size)
+    ranked = sorted(kinds, key=lambda k: (-k.numel, k.block, k.copies))
+    # only a tensor longer than the shard can force anything, and no shard is shorter than the base
+    candidates: list[int] = []
+    for kind in ranked:
+        if kind.numel > base[0] and kind.block not in candidates and alignment % kind.block:
+            candidates.append(kind.block)
+    candidates = candidates[:MAX_FORCED_BLOCKS]
+    steps: dict[int, tuple[int, ...]] = {}
+    for size in range(len(candidates) + 1):
+        for forced in combinations(sorted(candidates), size):
+            # equal multiples are one case: keep the fewest blocks that explain it
+            steps.setdefault(math.lcm(alignment, *forced), forced)
+    found = [
+        _target([k for k in ranked if step % k.block and k.block in candidates], base, world_size, step, forced)
+        for step, forced in steps.items()
+    ]
+    return sorted(found, key=lambda t: (t.shard, t.step))
+
+
+def _target(
+    free: Sequence[Kind], base: tuple[int, str, Kind | None], world_size: int, step: int, forced: tuple[int, ...]
+) -> Target:
+    """``free``: the kinds, longest first, whose block is assumed not to divide the shard."""
+    need, why, witness = base
+    longer = 0
+    for index, kind in enumerate(free):
+        if kind.numel <= need:
+            break
+        longer += kind.copies
+        least = threshold(kind.numel, kind.block)
+        if least > need:
+            need, why, witness = least, "threshold", kind
+        if index + 1 == len(free) or free[index + 1].numel < kind.numel:
+            least = _chain(longer, kind.numel, world_size)
+            if least > need:
+                need, why, witness = least, "chain", kind
+    return Target(round_up(need, step), step, forced, need, why, witness)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One buffer to lay out: the tensors of one itemsize as kinds, and what starts and shards are multiples of.
+
+    ``alignment``: elements that the shard is a multiple of. ``start_alignment``: elements that every start may be a
+    multiple of without making any buffer larger (1 if nothing can be promised); the kinds are rounded up to it
+    already. ``names``: for each kind, the tensors it stands for, in natural order. Tensors without elements are in
+    no kind.
+    """
+
+    itemsize: int
+    alignment: int
+    start_alignment: int
+    kinds: tuple[Kind, ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def natural(name: str) -> tuple[object, ...]:
+    """Sorts ``experts.10`` after ``experts.9``."""
+    return (*(int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)), name)
+
+
+def problems(specs: Iterable[TensorSpec], alignment_bytes: int = 128) -> list[Problem]:
+    """The buffers that ``specs`` need at least: one for each itemsize, smallest first.
+
+    Raises ``ValueError`` for an alignment that is no positive multiple of an itemsize.
+    """
+    by_itemsize: dict[int, dict[tuple[int, int], list[str]]] = {}
+    for spec in specs:
+        kinds = by_itemsize.setdefault(spec.itemsize, {})
+        if spec.numel:
+            kinds.setdefault((spec.numel, spec.block), []).append(spec.name)
+    return [_problem(size, kinds, alignment_bytes) for size, kinds in sorted(by_itemsize.items())]
+
+
+def _problem(itemsize: int, raw: dict[tuple[int, int], list[str]], alignment_bytes: int) -> Problem:
+    if alignment_bytes < 1 or alignment_bytes % itemsize:
+        raise ValueError(
+            f"alignment_bytes={alignment_bytes} is no positive multiple of the element size, {itemsize} bytes; "
+            f"use a multiple such as {max(1, 128 // itemsize) * itemsize}"
+        )
+    alignment = alignment_bytes // itemsize
+    start = math.gcd(alignment, VECTOR_BYTES // itemsize) if VECTOR_BYTES % itemsize == 0 else 1
+    # If numels are multiples of the start alignment, and blocks are multiples or divisors of it, then rounding
+    # every start of any layout down to a multiple keeps it valid: starts are free.
+    if any(numel % start or (block % start and start % block) for numel, block in raw):
+        start = 1
+    merged: dict[Kind, list[str]] = {}
+    for (numel, block), names in raw.items():
+        kind = Kind(numel, min(numel, math.lcm(block, start)), 0)
+        merged.setdefault(kind, []).extend(names)
+    ordered = sorted(merged.items(), reverse=True)
+    return Problem(
+        itemsize,
+        alignment,
+        start,
+        tuple(kind._replace(copies=len(names)) for kind, names in ordered),
+        tuple(tuple(sorted(names, key=natural)) for _, names in ordered),
+    )
+
+
+def lower_bound(specs: Iterable[TensorSpec], world_size: int, *, alignment_bytes: int = 128) -> int:
+    """Elements per rank below which no even buffer of these tensors exists.
+
+    One buffer per itemsize, so with several itemsizes it is the sum of their bounds. Raises ``ValueError`` for a
+    world size below 1 and for an alignment that is no multiple of an itemsize.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    return sum(targets(p.kinds, world_size, p.alignment)[0].shard for p in problems(specs, alignment_bytes))

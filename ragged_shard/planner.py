@@ -1,0 +1,485 @@
+"""The layout of one bucket: which tensor lies where in which flat buffer, and which rank owns what.
+
+    buffer of world_size * S elements
+    |<------ S ------>|<------ S ------>|<------ S ------>|
+    [ q q q q | q q q | k k | . | v v v v v | o o o o o . ]       | block ends, . padding
+    ^ chunk 0         ^ chunk 1         ^ chunk 2         ^
+    ^ cuts[0]         ^ cuts[1]         ^ cuts[2]         ^ cuts[3]
+
+A rank's *chunk* is what collectives move, [k * S, (k + 1) * S). What it *owns* is [cuts[k], cuts[k + 1]), always
+whole blocks. In the padded plans made here they coincide.
+
+Integers only, no torch, no clock, no dependence on the order of the tensors or of sets: every rank computes the same
+plan, and ``digest()`` shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+from ragged_shard.bound import Problem, lower_bound, problems
+from ragged_shard.packing import Layout, search
+
+__all__ = ["BucketPlan", "BufferPlan", "TensorSpec", "lower_bound", "plan_bucket", "plan_model", "validate"]
+
+Method = Literal["ours", "paper"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a bucket: ``numel`` elements of ``itemsize`` bytes, cut only between blocks of ``block`` elements.
+
+    Blocks are counted from the start of the flattened tensor; the last one may be short. A block larger than the tensor
+    means the whole tensor, and is stored as such.
+    """
+
+    name: str
+    numel: int
+    itemsize: int
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        for field, least in (("numel", 0), ("itemsize", 1), ("block", 1)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"tensor {self.name!r}: {field} must be an integer, got {value!r}")
+            if value < least:
+                raise ValueError(f"tensor {self.name!r}: {field} must be at least {least}, got {value}")
+        if self.block > self.numel:
+            object.__setattr__(self, "block", max(1, self.numel))
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One flat buffer of ``world_size * shard`` elements of ``itemsize`` bytes.
+
+    ``shard``: elements of a chunk. ``starts``: (name, first element), sorted by position. ``numels`` and
+    ``blocks``: elements, and elements of one block, in the same order. ``cuts``: ``world_size + 1`` positions, rank
+    k owns [cuts[k], cuts[k + 1]).
+    """
+
+    itemsize: int
+    shard: int
+    starts: tuple[tuple[str, int], ...]
+    numels: tuple[int, ...]
+    cuts: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            object.__setattr__(self, "blocks", (1,) * len(self.starts))
+        if not len(self.starts) == len(self.numels) == len(self.blocks):
+            raise ValueError("starts, numels and blocks must have one entry for each tensor")
+        if len(self.cuts) < 2 or self.shard < 0 or self.itemsize < 1:
+            raise ValueError(
+                f"a buffer needs a rank, a shard and an itemsize, got {self.cuts}, {self.shard}, {self.itemsize}"
+            )
+        if len({name for name, _ in self.starts}) != len(self.starts):
+            raise ValueError("two tensors of a buffer have the same name")
+        end = 0
+        for (name, start), numel, block in zip(self.starts, self.numels, self.blocks, strict=True):
+            if start < end or numel < 0 or block < 1:
+                raise ValueError(
+                    f"tensor {name!r}: [{start}, {start + numel}) in blocks of {block} begins before {end}"
+                )
+            end = start + numel
+        if end > self.numel:
+            raise ValueError(f"the tensors end at {end}, the buffer at {self.numel}")
+        if not self.is_padded:
+            self._check_cuts()
+        for (name, start), numel, block in zip(self.starts, self.numels, self.blocks, strict=True):
+            if block > 1 and (cut := self._cut_block(start, numel, block)) is not None:
+                raise ValueError(f"tensor {name!r} at {start}: the cut at {cut} splits a block of {block} elements")
+
+    def _check_cuts(self) -> None:
+        cuts = self.cuts
+        if cuts[0] != 0 or cuts[-1] != self.numel or any(b < a for a, b in pairwise(cuts)):
+            raise ValueError(f"cuts must rise from 0 to the end of the buffer, {self.numel}")
+        for rank in range(self.world_size):
+            lo, hi = self.owned(rank)
+            if lo < hi and (hi <= rank * self.shard or lo >= (rank + 1) * self.shard):
+                raise ValueError(f"rank {rank} owns [{lo}, {hi}), which does not meet its chunk {self.chunk(rank)}")
+
+    def _cut_block(self, start: int, numel: int, block: int) -> int | None:
+        """The first cut strictly inside a block of this tensor, or None."""
+        first, last = bisect_right(self.cuts, start), bisect_left(self.cuts, start + numel)
+        if self.is_padded and last - first > 2 and self.shard % block == 0:
+            last = first + 1  # evenly spaced by whole blocks: one is like all
+        return next((cut for cut in self.cuts[first:last] if (cut - start) % block), None)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.world_size * self.shard
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether every rank owns exactly its chunk."""
+        return self.cuts == even_cuts(self.world_size, self.shard)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: index for index, (name, _) in enumerate(self.starts)}
+
+    def _span(self, name: str) -> tuple[int, int]:
+        index = self._index.get(name)
+        if index is None:
+            raise KeyError(f"no tensor {name!r} in this buffer; it has {', '.join(self._index)}")
+        start = self.starts[index][1]
+        return start, start + self.numels[index]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} of {self.world_size}")
+
+    def chunk(self, rank: int) -> tuple[int, int]:
+        """[lo, hi) of the buffer that collectives move for ``rank``."""
+        self._check_rank(rank)
+        return rank * self.shard, (rank + 1) * self.shard
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """[lo, hi) of the buffer whose elements ``rank`` keeps and updates; whole blocks."""
+        self._check_rank(rank)
+        return self.cuts[rank], self.cuts[rank + 1]
+
+    def edges(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """(peer, lo, hi): what ``rank`` owns of other ranks' chunks. Empty in a padded plan."""
+        lo, hi = self.owned(rank)
+        if lo == hi:
+            return ()
+        pieces = []
+        for peer in range(lo // self.shard, (hi - 1) // self.shard + 1):
+            if peer != rank:
+                pieces.append((peer, max(lo, peer * self.shard), min(hi, (peer + 1) * self.shard)))
+        return tuple(pieces)
+
+    def local_range(self, name: str, rank: int) -> tuple[int, int]:
+        """[lo, hi) of the buffer: what ``rank`` owns of the tensor. Within ``owned(rank)`` even when it is empty
+        (lo == hi)."""
+        start, stop = self._span(name)
+        lo, hi = self.owned(rank)
+        first = min(max(start, lo), hi)
+        return first, max(first, min(stop, hi))
+
+    def units(self, name: str) -> tuple[int, ...]:
+        """Elements of the tensor that each rank owns, divided by their greatest common divisor.
+
+        For a tensor without elements rank 0 has the only unit, so that the sum is never 0.
+        """
+        start, stop = self._span(name)
+        if start == stop:
+            return (1, *(0,) * (self.world_size - 1))
+        inner = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
+        points = (start, *inner, stop)
+        held = [b - a for a, b in pairwise(points)]
+        before = bisect_right(self.cuts, start) - 1
+        divisor = math.gcd(*held)
+        after = self.world_size - before - len(held)
+        return (*(0,) * before, *(h // divisor for h in held), *(0,) * after)
+
+    def block(self, name: str) -> int:
+        """Elements of one block of the tensor."""
+        self._span(name)
+        return self.blocks[self._index[name]]
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no tensor."""
+        return self.numel - sum(self.numels)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Elements of tensors (no padding) that each rank owns."""
+        held = [0] * self.world_size
+        for (_, start), numel in zip(self.starts, self.numels, strict=True):
+            rank, position = bisect_right(self.cuts, start) - 1, start
+            while position < start + numel:
+                stop = min(self.cuts[rank + 1], start + numel)
+                held[rank] += stop - position
+                rank, position = rank + 1, stop
+        return tuple(held)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buffers of one bucket, and how good they are.
+
+    ``numel``: elements of the tensors; ``padding``: elements of the buffers that belong to none. ``lower_bound``:
+    elements per rank; no even buffers with these tensors in them (in this grouping, if there are several) have a
+    smaller sum of shards. ``optimal``: that bound is reached. ``forced_by``: why it is not smaller, in sentences;
+    empty if only the alignment adds to a fair share.
+    """
+
+    world_size: int
+    buffers: tuple[BufferPlan, ...]
+    numel: int
+    padding: int
+    lower_bound: int
+    optimal: bool
+    forced_by: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for buffer in self.buffers for name, _ in buffer.starts]
+        if len(set(names)) != len(names):
+            raise ValueError("a tensor is in two buffers")
+        if any(buffer.world_size != self.world_size for buffer in self.buffers):
+            raise ValueError(f"every buffer of a plan for {self.world_size} ranks needs {self.world_size + 1} cuts")
+        numel, padding = sum(sum(b.numels) for b in self.buffers), sum(b.padding for b in self.buffers)
+        if (self.numel, self.padding) != (numel, padding):
+            raise ValueError(f"numel and padding are {numel} and {padding}, not {self.numel} and {self.padding}")
+        if self.lower_bound > self.shard or self.optimal != (self.lower_bound == self.shard):
+            raise ValueError(
+                f"optimal={self.optimal} contradicts a bound of {self.lower_bound} for {self.shard} elements per rank"
+            )
+
+    @property
+    def shard(self) -> int:
+        """Elements per rank of all buffers together."""
+        return sum(buffer.shard for buffer in self.buffers)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Bytes of padding over bytes of tensors (0 if there are none)."""
+        tensors = sum(b.itemsize * sum(b.numels) for b in self.buffers)
+        return sum(b.itemsize * b.padding for b in self.buffers) / tensors if tensors else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of tensors on the fullest rank over the average, minus 1 (0 if there are none)."""
+        held = [sum(b.itemsize * b.held[rank] for b in self.buffers) for rank in range(self.world_size)]
+        total = sum(held)
+        return max(held) * self.world_size / total - 1 if total else 0.0
+
+    def digest(self) -> str:
+        """64 hexadecimal digits that differ wherever two layouts differ."""
+        return hashlib.sha256(json.dumps([_buffer_json(b) for b in self.buffers]).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "version": 1,
+                "world_size": self.world_size,
+                "numel": self.numel,
+                "padding": self.padding,
+                "lower_bound": self.lower_bound,
+                "optimal": self.optimal,
+                "forced_by": list(self.forced_by),
+                "buffers": [_buffer_json(buffer) for buffer in self.buffers],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """The plan that ``to_json`` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            data = json.loads(text)
+            if data["version"] != 1:
+                raise ValueError(f"version {data['version']!r} of the plan format is not known, only 1")
+            return cls(
+                world_size=data["world_size"],
+                buffers=tuple(_buffer_from_json(b, data["world_size"]) for b in data["buffers"]),
+                numel=data["numel"],
+                padding=data["padding"],
+                lower_bound=data["lower_bound"],
+                optimal=data["optimal"],
+                forced_by=tuple(data["forced_by"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a BucketPlan in JSON: {error!r}") from None
+
+
+def even_cuts(world_size: int, shard: int) -> tuple[int, ...]:
+    return tuple(range(0, world_size * shard + 1, shard)) if shard else (0,) * (world_size + 1)
+
+
+def _buffer_json(buffer: BufferPlan) -> dict[str, Any]:
+    return {
+        "itemsize": buffer.itemsize,
+        "shard": buffer.shard,
+        "tensors": [
+            [name, start, numel, block]
+            for (name, start), numel, block in zip(buffer.starts, buffer.numels, buffer.blocks, strict=True)
+        ],
+        "cuts": "even" if buffer.is_padded else list(buffer.cuts),
+        "world_size": buffer.world_size,
+    }
+
+
+def _buffer_from_json(data: dict[str, Any], world_size: int) -> BufferPlan:
+    cuts, tensors = data["cuts"], data["tensors"]
+    return BufferPlan(
+        itemsize=data["itemsize"],
+        shard=data["shard"],
+        starts=tuple((name, start) for name, start, _, _ in tensors),
+        numels=tuple(numel for _, _, numel, _ in tensors),
+        cuts=even_cuts(world_size, data["shard"]) if cuts == "even" else tuple(cuts),
+        blocks=tuple(block for _, _, _, block in tensors),
+    )
+
+
+def plan_bucket(
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    *,
+    alignment_bytes: int = 128,
+    max_buffers: int = 3,
+    min_saving: float = 0.01,
+    method: Method = "ours",
+    ordinal: int = 0,
+) -> BucketPlan:
+    """Lay out the tensors of one bucket over ``world_size`` ranks.
+
+    ``alignment_bytes``: every shard is a multiple of it. ``max_buffers``: how many buffers tensors of one itemsize
+    may be split into, by block; more than one is used only if that saves at least ``min_saving`` of the tensors'
+    elements. ``method``: "paper" is the heuristic of arXiv 2602.22437 in one buffer. ``ordinal``: which bucket of
+    the model this is; padded plans do not depend on it.
+
+    The plan does not depend on the order of ``specs``. Raises ``ValueError`` for parameters out of range and for a
+    repeated name.
+    """
+    check_parameters(specs, world_size, max_buffers, min_saving, method)
+    buffers, bounds = [], []
+    empty: dict[int, list[str]] = {}
+    for spec in specs:
+        if not spec.numel:
+            empty.setdefault(spec.itemsize, []).append(spec.name)
+    sizes = {spec.name: (spec.numel, spec.block) for spec in specs}
+    for problem in problems(specs, alignment_bytes):
+        layout = search(problem.kinds, world_size, problem.alignment)
+        buffers.append(build(problem, layout, world_size, sizes, sorted(empty.get(problem.itemsize, ()))))
+        bounds.append(layout.target.shard)
+    return BucketPlan(
+        world_size=world_size,
+        buffers=tuple(buffers),
+        numel=sum(sum(b.numels) for b in buffers),
+        padding=sum(b.padding for b in buffers),
+        lower_bound=sum(bounds),
+        optimal=sum(bounds) == sum(b.shard for b in buffers),
+    )
+
+
+def check_parameters(
+    specs: Sequence[TensorSpec], world_size: int, max_buffers: int, min_saving: float, method: str
+) -> None:
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if isinstance(max_buffers, bool) or not isinstance(max_buffers, int) or max_buffers < 1:
+        raise ValueError(f"max_buffers must be an integer of at least 1, got {max_buffers!r}")
+    if not min_saving >= 0:
+        raise ValueError(f"min_saving is a fraction of the bucket and must be at least 0, got {min_saving!r}")
+    if method not in ("ours", "paper"):
+        raise ValueError(f"method must be 'ours' or 'paper', got {method!r}")
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"two tensors of the bucket are named {spec.name!r}; names must be unique")
+        seen.add(spec.name)
+
+
+def build(
+    problem: Problem, layout: Layout, world_size: int, sizes: dict[str, tuple[int, int]], empty: Sequence[str]
+) -> BufferPlan:
+    """Give the tensors of each kind, in natural order, the places that the layout has for the kind. Empty ones go
+    first."""
+    names = [iter(group) for group in problem.names]
+    starts = [(name, 0) for name in empty]
+    for kind, start, count in sorted(layout.runs, key=lambda run: run[1]):
+        numel = problem.kinds[kind].numel
+        starts.extend((next(names[kind]), start + i * numel) for i in range(count))
+    return BufferPlan(
+        itemsize=problem.itemsize,
+        shard=layout.shard,
+        starts=tuple(starts),
+        numels=tuple(sizes[name][0] for name, _ in starts),
+        cuts=even_cuts(world_size, layout.shard),
+        blocks=tuple(sizes[name][1] for name, _ in starts),
+    )
+
+
+def plan_model(
+    buckets: Sequence[Sequence[TensorSpec]],
+    world_size: int,
+    *,
+    alignment_bytes: int = 128,
+    max_buffers: int = 3,
+    min_saving: float = 0.01,
+    method: Method = "ours",
+) -> list[BucketPlan]:
+    """``plan_bucket`` for every bucket of a model; equal buckets are planned once."""
+    plans: dict[tuple[TensorSpec, ...], BucketPlan] = {}
+    answer = []
+    for ordinal, bucket in enumerate(buckets):
+        key = tuple(bucket)
+        if key not in plans:
+            plans[key] = plan_bucket(
+                bucket,
+                world_size,
+                alignment_bytes=alignment_bytes,
+                max_buffers=max_buffers,
+                min_saving=min_saving,
+                method=method,
+                ordinal=ordinal,
+            )
+        answer.append(plans[key])
+    return answer
+
+
+def validate(plan: BucketPlan, specs: Sequence[TensorSpec], *, alignment_bytes: int = 128) -> None:
+    """Check a plan against the definition, element by element where it matters, sharing nothing with the planner.
+
+    Raises ``ValueError`` that names the tensor, the rank or the buffer. Every tensor of ``specs`` lies in exactly
+    one buffer of its itemsize, inside it, apart from the others; shards are multiples of the alignment; the owned
+    intervals cover each buffer in rank order, meet their chunks, and no cut splits a block.
+    """
+    wanted = {spec.name: spec for spec in specs}
+    if len(wanted) != len(specs):
+        raise ValueError("two tensors have the same name")
+    seen: set[str] = set()
+    for number, buffer in enumerate(plan.buffers):
+        ranks = plan.world_size
+        if buffer.shard * buffer.itemsize % alignment_bytes:
+            raise ValueError(
+                f"buffer {number}: {buffer.shard * buffer.itemsize} bytes are not aligned to {alignment_bytes}"
+            )
+        if len(buffer.cuts) != ranks + 1 or buffer.cuts[0] != 0 or buffer.cuts[-1] != ranks * buffer.shard:
+            raise ValueError(f"buffer {number}: the cuts do not cover {ranks} shards of {buffer.shard}")
+        for rank in range(ranks):
+            lo, hi = buffer.cuts[rank], buffer.cuts[rank + 1]
+            if hi < lo:
+                raise ValueError(f"buffer {number}: rank {rank} owns [{lo}, {hi})")
+            if lo < hi and not max(lo, rank * buffer.shard) < min(hi, (rank + 1) * buffer.shard):
+                raise ValueError(f"buffer {number}: rank {rank} owns [{lo}, {hi}) and nothing of its own chunk")
+        end = 0
+        for (name, start), numel, block in zip(buffer.starts, buffer.numels, buffer.blocks, strict=True):
+            spec = wanted.get(name)
+            if spec is None or name in seen:
+                raise ValueError(
+                    f"buffer {number}: tensor {name!r} is {'there twice' if spec else 'not in the bucket'}"
+                )
+            seen.add(name)
+            if (numel, block, buffer.itemsize) != (spec.numel, spec.block, spec.itemsize):
+                raise ValueError(
+                    f"buffer {number}: {spec} lies there as {numel} elements of {buffer.itemsize} bytes, block {block}"
+                )
+            if start < end or start + numel > ranks * buffer.shard:
+                raise ValueError(f"buffer {number}: {name!r} at {start} overlaps the tensor before it, or the end")
+            end = start + numel
+            for cut in buffer.cuts:
+                if start < cut < start + numel and (cut - start) % block:
+                    raise ValueError(
+                        f"buffer {number}: the cut at {cut} splits a block of {name!r} (at {start}, block {block})"
+                    )
+    if missing := wanted.keys() - seen:
+        raise ValueError(f"not in the plan: {', '.join(sorted(missing))}")
