@@ -1,0 +1,707 @@
+"""RaggedOptimizer: param groups -> rules. A ``torch.optim.Optimizer`` in every respect.
+
+    parameters --policy--> param groups, one per (rule, hyperparameters)
+    step():    element-wise rules   once per group over all local tensors, or over a bucket's flat shard
+               block-wise rules     per parameter, on the blocks that lie here
+               matrix rules         whole matrices at their owner (exchange.py)
+
+States are made at construction for every parameter on every rank, so state dicts have the same keys everywhere and
+DCP can load into a fresh optimizer. Whatever can be checked from rank-independent data is checked before any
+collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ragged_optim import owners
+from ragged_optim.exchange import Exchange, Live, MatrixParam
+from ragged_optim.layout import Extent, Layout, fragments, layout_of
+from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule
+from ragged_optim.rules import rule_of
+from ragged_optim.state import check_loadable, load_state, local, make_owned_state, make_param_state
+from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
+
+__all__ = ["RaggedOptimizer", "refuse"]
+
+# What torch's schedulers and named parameters put into param groups, and what we do.
+FOREIGN_KEYS = frozenset(
+    {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "momentum"}
+)
+OWN_KEYS = frozenset({"rule", "state_version"})
+# Implementation switches in the state dicts of torch's own optimizers; they say nothing about the state.
+TORCH_SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
+
+
+def refuse(optimizer: str, **requested: bool | None) -> None:
+    """Raise ``ValueError`` for options of torch's optimizers that are asked for and not provided here."""
+    for option, wanted in requested.items():
+        if wanted:
+            raise ValueError(
+                f"ragged_optim.{optimizer} does not support {option}; leave it out (the fused kernel is always used)"
+            )
+
+
+class RaggedOptimizer(Optimizer):
+    """Any rule on plain tensors, ``Shard`` / ``Replicate`` DTensors and ``RaggedShard``, mixed as they come.
+
+    ``params``: as for torch.optim: parameters, ``(name, parameter)`` pairs, or groups of either. ``rule``: a name or
+    a rule class, for all parameters that the policy does not send elsewhere. ``orig_param_policy(name, parameter)``:
+    a ``ParamPolicy`` with the rule and hyperparameters of one parameter, or ``None``; it needs named parameters.
+    ``hyperparameters``: those of ``rule``.
+
+    A group may name its ``rule`` and any of that rule's hyperparameters; ``RULE_NAME`` keys (``adamw_lr``) reach the
+    parameters that the policy sends to that rule. The groups that result hold one rule each, those of ``rule`` first.
+
+    Raises ``ValueError`` / ``TypeError`` naming the parameter or key: unknown hyperparameters, rules that cannot
+    update a parameter, policies that return nonsense or whose patterns match nothing.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        rule: str | type[Rule],
+        *,
+        orig_param_policy: OrigParamPolicy | None = None,
+        default_policy: OrigParamPolicy | None = None,
+        others: Mapping[str, Mapping[str, Any]] | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        self._rule = rule_of(rule)
+        self._rules: dict[str, Rule] = {self._rule.name: self._rule}
+        self._others = {name: dict(values) for name, values in (others or {}).items()}
+        self._policy, self._default_policy = orig_param_policy, default_policy
+        self._forget_plans()
+        _check_keys(self._rule, hyperparameters, self._rule.name)
+        defaults = {**self._rule.defaults, **hyperparameters}
+        self._rule.check(defaults)
+        super().__init__(_without_empty(params), defaults)
+        self._check_policy()
+
+    def _forget_plans(self) -> None:
+        self._layouts: dict[Tensor, Layout] = {}
+        self._matrix_params: dict[Tensor, MatrixParam] = {}
+        self._exchanges: list[Exchange] | None = None
+        # Only these references keep the flat buffers under bucket states known to ``buffer_of``.
+        self._state_buffers: list[Any] = []
+
+    # ---- groups -------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; a group whose parameters go to several rules becomes several groups."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        for group in self._split(param_group):
+            # The group is complete; torch would fill in the defaults of the first rule.
+            defaults, self.defaults = self.defaults, {}
+            try:
+                super().add_param_group(group)
+            finally:
+                self.defaults = defaults
+        self._exchanges = None
+        self._complete_states()
+
+    def _split(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
+        pairs = _named(param_group["params"])
+        named = bool(pairs) and pairs[0][0] is not None
+        overrides = {key: value for key, value in param_group.items() if key not in ("params", "param_names", "rule")}
+        given = param_group.get("rule")
+        groups: dict[Any, dict[str, Any]] = {}
+        first = self._known(rule_of(given)) if given is not None else self._rule
+        for index, (name, param) in enumerate(pairs):
+            label = name if name is not None else f"number {index} of shape {tuple(param.shape)}"
+            if not isinstance(param, Tensor):
+                raise TypeError(
+                    f"optimizer can only optimize Tensors, but parameter {label!r} is {torch.typename(param)}"
+                )
+            if param.is_complex():
+                raise ValueError(
+                    f"parameter {label!r} is complex; ragged_optim updates real parameters (use torch.view_as_real)"
+                )
+            policy = ParamPolicy() if given is not None else self._ask_policy(name, param)
+            rule = first if policy.optimizer is None else self._known(rule_of(policy.optimizer))
+            reason = rule.accepts(tuple(param.shape))
+            if reason is not None:
+                advice = (
+                    "" if named else " Pass model.named_parameters(), so that a policy can send it to another rule."
+                )
+                raise ValueError(
+                    f"parameter {label!r} of shape {tuple(param.shape)} cannot be updated by {rule.name}: "
+                    f"{reason}.{advice}"
+                )
+            hyper = self._hyperparameters(rule, first, overrides, policy, label)
+            if isinstance(rule, MatrixRule):
+                try:
+                    rule.matrices(tuple(param.shape), hyper)
+                except ValueError as error:
+                    raise ValueError(f"parameter {label!r}: {error}") from None
+            if isinstance(rule, BlockwiseRule):
+                _check_blocks(rule, param, hyper, label)
+            key = (rule.name, tuple((k, _hashable(hyper[k])) for k in sorted(hyper)))
+            group = groups.setdefault(
+                key, {"params": [], "rule": rule.name, **hyper, "state_version": rule.state_version}
+            )
+            group["params"].append((name, param) if named else param)
+        if not pairs:
+            hyper = self._hyperparameters(first, first, overrides, ParamPolicy(), "(none)")
+            groups[()] = {"params": [], "rule": first.name, **hyper, "state_version": first.state_version}
+        return sorted(groups.values(), key=lambda group: group["rule"] != first.name)
+
+    def _known(self, rule: Rule) -> Rule:
+        known = self._rules.setdefault(rule.name, rule)
+        if type(known) is not type(rule):
+            raise ValueError(f"two different rules are named {rule.name!r}: {type(known)} and {type(rule)}")
+        return known
+
+    def _ask_policy(self, name: str | None, param: Tensor) -> ParamPolicy:
+        if name is None:
+            if self._policy is not None:
+                raise ValueError(
+                    "orig_param_policy needs names: pass model.named_parameters() instead of model.parameters()"
+                )
+            return ParamPolicy()
+        return apply_policy(self._policy if self._policy is not None else self._default_policy, name, param)
+
+    def _hyperparameters(
+        self, rule: Rule, first: Rule, overrides: Mapping[str, Any], policy: ParamPolicy, label: str
+    ) -> dict[str, Any]:
+        """Weakest first: the rule's defaults, the optimizer's, the group's, the policy's."""
+        prefixes = {f"{other}_": other for other in self._others}
+        own, foreign = {}, {}
+        for key, value in overrides.items():
+            prefix = next((p for p in prefixes if key.startswith(p) and key not in first.defaults), None)
+            if prefix is None:
+                own[key] = value
+            elif rule.family == prefixes[prefix]:
+                foreign[key.removeprefix(prefix)] = value
+        _check_keys(first, own, "this param group")
+        _check_keys(rule, foreign, f"this param group, after {rule.family}_")
+        _check_keys(rule, policy.hyperparameters, f"the policy of parameter {label!r}")
+        if rule is first:
+            hyper = {**(self.defaults if rule is self._rule else rule.defaults), **own}
+        else:
+            hyper = {**rule.defaults}
+            if "maximize" in hyper:
+                hyper["maximize"] = own.get("maximize", self.defaults.get("maximize", False))
+        hyper |= {
+            key: value
+            for key, value in self._others.get(rule.family, {}).items()
+            if rule is not self._rule and key in rule.defaults
+        }
+        if rule is first:
+            hyper |= own
+        hyper |= {**foreign, **policy.hyperparameters}
+        rule.check(hyper)
+        return hyper
+
+    def _check_policy(self) -> None:
+        """A pattern that matches no parameter is a misspelled name. Only this optimizer sees all names."""
+        check = getattr(self._policy, "check", None)
+        if check is not None:
+            check([name for group in self.param_groups for name in group.get("param_names", ())])
+
+    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+        """The rule of a param group."""
+        return self._rules[group["rule"]]
+
+    def named_entries(self) -> Iterable[tuple[str, Tensor, dict[str, Any]]]:
+        """(name, parameter, its group) of every parameter; unnamed ones are called by their position."""
+        position = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                yield (names[i] if names else f"#{position}"), param, group
+                position += 1
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def layout(self, param: Tensor, name: str) -> Layout:
+        """How ``param`` lies on the ranks."""
+        layout = self._layouts.get(param)
+        if layout is None:
+            layout = self._layouts[param] = layout_of(param, name)
+        return layout
+
+    def _complete_states(self) -> None:
+        """Make the states of every parameter that has none, meta and frozen ones excepted."""
+        missing = [
+            (name, param, group)
+            for name, param, group in self.named_entries()
+            if param not in self.state and not param.is_meta and (param.requires_grad or param.grad is not None)
+        ]
+        if not missing:
+            return
+        for name, param, group in missing:
+            rule = self.rule_of(group)
+            if isinstance(rule, MatrixRule):
+                self._matrix_params[param] = self._matrix_param(name, param, group, rule)
+        self._choose_owners()
+        flat, buffers = _flat_states([(param, group) for _, param, group in missing], self.rule_of)
+        self._state_buffers += buffers
+        for name, param, group in missing:
+            self.state[param] = self._make_state(name, param, group, flat.get(param, {}))
+
+    def _make_state(
+        self, name: str, param: Tensor, group: dict[str, Any], ready: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        rule, shape = self.rule_of(group), tuple(param.shape)
+        state = {}
+        for key, spec in rule.init(shape, group).items():
+            if spec.home == "param":
+                state[key] = ready[key] if key in ready else make_param_state(spec, param, name)
+        if isinstance(rule, MatrixRule):
+            of = self._matrix_params[param]
+            for index, matrix in enumerate(of.matrices):
+                for key, spec in rule.init((matrix.rows, matrix.cols), group).items():
+                    if spec.home == "owner":
+                        full = key if len(of.matrices) == 1 else f"{key}.{index}"
+                        state[full] = make_owned_state(spec, param, name, of.layout, of.owners[index])
+        return state
+
+    def _matrix_param(self, name: str, param: Tensor, group: dict[str, Any], rule: MatrixRule) -> MatrixParam:
+        layout, matrices = self.layout(param, name), rule.matrices(tuple(param.shape), group)
+        return MatrixParam(
+            name=name,
+            rule=rule,
+            group=group,
+            layout=layout,
+            matrices=matrices,
+            fragments=tuple(fragments(layout, matrix, name) for matrix in matrices),
+            wire=rule.wire_dtype(param.dtype, group),
+        )
+
+    def _choose_owners(self) -> None:
+        """One balance per process group over all matrices on it; owners already chosen stay."""
+        by_group: dict[dist.ProcessGroup | None, list[MatrixParam]] = {}
+        for of in self._matrix_params.values():
+            by_group.setdefault(of.layout.group, []).append(of)
+        for group, params in by_group.items():
+            if group is None:
+                for of in params:
+                    of.owners = [0] * len(of.matrices)
+                continue
+            jobs = [of.job(index) for of in params for index in range(len(of.matrices))]
+            fixed = [of.owners[index] if of.owners else None for of in params for index in range(len(of.matrices))]
+            chosen = iter(owners.assign(jobs, group.size(), fixed))
+            for of in params:
+                of.owners = [next(chosen) for _ in of.matrices]
+
+    # ---- step ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step. Parameters without a gradient, and their states, are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._complete_states()
+        grads = {param: self._local_grad(name, param) for name, param, _ in self.named_entries()}
+        exchanges = self._plan_exchanges()
+        moving = {of: param for param, of in self._matrix_params.items() if of.moves}
+        for exchange in exchanges:
+            params = [moving[of] for of in exchange.moving]
+            exchange.agree([grads[param] for param in params], [local(param) for param in params])
+        for group in self.param_groups:
+            rule = self.rule_of(group)
+            if isinstance(rule, ElementwiseRule):
+                self._step_elementwise(rule, group, grads)
+            elif isinstance(rule, BlockwiseRule):
+                self._step_blockwise(rule, group, grads)
+        self._step_matrices(exchanges, grads)
+        return loss
+
+    def _local_grad(self, name: str, param: Tensor) -> Tensor | None:
+        """What lies here of the gradient; checked against the parameter."""
+        grad = param.grad
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {name!r} is sparse ({grad.layout}); ragged_optim takes dense gradients only"
+            )
+        if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
+            found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
+            raise RuntimeError(
+                f"parameter {name!r} lies as {param.placements}, its gradient as {found}; redistribute the "
+                f"gradient to the "
+                f"parameter's placements before step()"
+            )
+        return local(grad)
+
+    def _step_elementwise(
+        self, rule: ElementwiseRule, group: dict[str, Any], grads: Mapping[Tensor, Tensor | None]
+    ) -> None:
+        live = [param for param in group["params"] if grads[param] is not None]
+        params, gradients, states, followers = [], [], [], []
+        whole, rest = _flat_pieces(live, self.state)
+        for piece in whole:
+            params.append(piece.param)
+            gradients.append(piece.grad)
+            states.append(piece.state)
+            followers.append(piece.counters)
+        for param in rest:
+            params.append(local(param))
+            gradients.append(cast(Tensor, grads[param]))
+            states.append({key: local(value) for key, value in self.state[param].items()})
+        if not params:
+            return
+        if group.get("maximize"):
+            gradients = [grad.neg() for grad in gradients]
+        rule.update_all(params, gradients, states, group)
+        for state, counters in zip(states, followers, strict=False):
+            for key, others in counters.items():
+                torch._foreach_copy_(others, [state[key]] * len(others))
+
+    def _step_blockwise(
+        self, rule: BlockwiseRule, group: dict[str, Any], grads: Mapping[Tensor, Tensor | None]
+    ) -> None:
+        for param in group["params"]:
+            grad = grads[param]
+            if grad is None:
+                continue
+            layout = self.layout(param, "")
+            extent = layout.extent(layout.rank)
+            assert extent is not None, "checked when the group was made"
+            state = {key: local(value) for key, value in self.state[param].items()}
+            rule.update(local(param), grad.neg() if group.get("maximize") else grad, state, group, extent)
+
+    def _plan_exchanges(self) -> list[Exchange]:
+        if self._exchanges is None:
+            by_group: dict[dist.ProcessGroup, list[MatrixParam]] = {}
+            for _, param, _ in self.named_entries():
+                of = self._matrix_params.get(param)
+                if of is not None and of.layout.group is not None:
+                    by_group.setdefault(of.layout.group, []).append(of)
+            self._exchanges = [Exchange(group, params) for group, params in by_group.items()]
+        return self._exchanges
+
+    def _step_matrices(self, exchanges: Sequence[Exchange], grads: Mapping[Tensor, Tensor | None]) -> None:
+        lives: dict[dist.ProcessGroup | None, list[Live]] = {}
+        for _, param, group in self.named_entries():
+            of = self._matrix_params.get(param)
+            if of is None:
+                continue
+            grad, here = grads[param], local(param)
+            # Where nothing lies here, the others decide; they have agreed that all have one or none has.
+            if grad is None and not (here.numel() == 0 and of.moves and self._others_have(of, exchanges)):
+                continue
+            if grad is not None and group.get("maximize"):
+                grad = grad.neg()
+            state, owned = self._split_state(of, self.state[param])
+            lives.setdefault(of.layout.group, []).append(Live(of, here, grad, state, owned))
+        for live in lives.pop(None, []):
+            for index in range(len(live.of.matrices)):
+                live.compute_here(index)
+        for exchange in exchanges:
+            exchange.run(lives.get(exchange.group, []))
+
+    @staticmethod
+    def _others_have(of: MatrixParam, exchanges: Sequence[Exchange]) -> bool:
+        exchange = next(exchange for exchange in exchanges if exchange.group is of.layout.group)
+        return of in exchange.present
+
+    def _split_state(
+        self, of: MatrixParam, state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+        """The states on the shard, and per matrix the owned ones (by the rule's own key)."""
+        specs = of.rule.init((of.matrices[0].rows, of.matrices[0].cols), of.group) if of.matrices else {}
+        owned_keys = [key for key, spec in specs.items() if spec.home == "owner"]
+        owned: dict[int, dict[str, Tensor]] = {}
+        for index in range(len(of.matrices)) if owned_keys else ():
+            if of.layout.group is None or of.owners[index] == of.layout.rank:
+                suffix = "" if len(of.matrices) == 1 else f".{index}"
+                owned[index] = {key: local(state[key + suffix]) for key in owned_keys}
+        names = {
+            key if len(of.matrices) == 1 else f"{key}.{index}"
+            for key in owned_keys
+            for index in range(len(of.matrices))
+        }
+        return {key: local(value) for key, value in state.items() if key not in names}, owned
+
+    # ---- state dicts --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; complete for every parameter that is not on the meta device."""
+        self._complete_states()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load in place: states keep dtype, placement and address. State dicts of torch's optimizer of the same
+        algorithm load too.
+
+        Raises ``ValueError`` before anything is changed: other groups, rule, shapes or states, or a newer state
+        version.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = dict(replaced)
+        self._complete_states()
+        saved_groups = deepcopy(state_dict["param_groups"])
+        self._check_groups(saved_groups)
+        entries = list(self.named_entries())
+        saved_ids = [saved for group in saved_groups for saved in group["params"]]
+        todo: list[tuple[Tensor, Any]] = []
+        for saved, (name, param, group) in zip(saved_ids, entries, strict=True):
+            values, state = state_dict["state"].get(saved, {}), self.state.get(param, {})
+            for key, value in values.items():
+                check_loadable(key, value, state, name, group["rule"])
+            missing = [key for key in state if key not in values]
+            # A parameter that never had a gradient has no state in torch's own state dicts: it starts afresh.
+            if values and missing:
+                raise ValueError(
+                    f"the state dict lacks {', '.join(map(repr, missing))} of parameter {name!r} (rule {group['rule']})"
+                )
+            todo += [(state[key], value) for key, value in values.items()] or [(value, 0) for value in state.values()]
+        for target, value in todo:
+            load_state(target, value)
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            kept = {key: group[key] for key in ("params", "rule", "state_version")}
+            names = {key: group[key] for key in ("param_names",) if key in group and key not in saved}
+            new = {key: value for key, value in saved.items() if key not in TORCH_SWITCHES}
+            merged = {**self.rule_of(group).defaults, **new, **kept, **names}
+            group.clear()
+            group.update(merged)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        if len(saved_groups) != len(self.param_groups):
+            rules = [group["rule"] for group in self.param_groups]
+            raise ValueError(
+                f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, this optimizer "
+                f"has "
+                f"{len(rules)} ({', '.join(rules)})"
+            )
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            rule = self.rule_of(group)
+            if len(group["params"]) != len(saved["params"]):
+                raise ValueError(
+                    f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
+                    f"{number}: "
+                    f"{len(saved['params'])} parameters instead of {len(group['params'])}"
+                )
+            if saved.get("rule", rule.name) != rule.name:
+                raise ValueError(
+                    f"param group {number} is updated by {rule.name}, the state dict is of {saved['rule']}; build "
+                    f"the same optimizer"
+                )
+            version = saved.get("state_version", 1)
+            if version > rule.state_version:
+                raise ValueError(
+                    f"param group {number} ({rule.name}) was saved with state version {version}; this library knows "
+                    f"versions up to "
+                    f"{rule.state_version}: update ragged-optim"
+                )
+            unknown = set(saved) - set(rule.defaults) - FOREIGN_KEYS - OWN_KEYS - TORCH_SWITCHES
+            if unknown:
+                raise ValueError(
+                    f"the state dict has unknown hyperparameters for {rule.name}: {', '.join(sorted(unknown))}"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others")
+        return {key: self.__dict__[key] for key in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._policy = self._default_policy = None
+        super().__setstate__(state)
+        self._forget_plans()
+        for name, param, group in self.named_entries():
+            rule = self.rule_of(group)
+            if isinstance(rule, MatrixRule) and param in self.state:
+                self._matrix_params[param] = self._matrix_param(name, param, group, rule)
+        self._choose_owners()
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+def _without_empty(params: ParamsT) -> ParamsT:
+    if isinstance(params, Tensor):
+        raise TypeError(
+            f"params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
+            f"{torch.typename(params)}"
+        )
+    listed = list(params)
+    if not listed:
+        raise ValueError("optimizer got an empty parameter list")
+    return cast(ParamsT, listed)
+
+
+def _named(params: Any) -> list[tuple[str | None, Tensor]]:
+    if isinstance(params, Tensor):
+        params = [params]
+    if isinstance(params, set):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but sets have no order; use a list"
+        )
+    listed = list(params)
+    pairs = [(item[0], item[1]) if isinstance(item, tuple) else (None, item) for item in listed]
+    if len({name is None for name, _ in pairs}) > 1:
+        raise ValueError("all optimizer params should be with/without names. Some param names are missing")
+    return pairs
+
+
+def _check_keys(rule: Rule, keys: Iterable[str], where: str) -> None:
+    unknown = [key for key in keys if key not in rule.defaults and key not in FOREIGN_KEYS and key not in OWN_KEYS]
+    if unknown:
+        raise ValueError(
+            f"unknown hyperparameter {', '.join(map(repr, unknown))} for rule {rule.name!r} in {where}; it takes "
+            f"{', '.join(rule.defaults)}"
+        )
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    return value
+
+
+def _check_blocks(rule: BlockwiseRule, param: Tensor, hyper: Mapping[str, Any], name: str) -> None:
+    """Every rank boundary must fall between two blocks."""
+    layout, shape = layout_of(param, name), tuple(param.shape)
+    block = rule.block(shape, hyper)
+    size, total = block.numel(shape), math.prod(shape)
+    for rank in range(len(layout.pieces)):
+        extent = layout.extent(rank)
+        cut = "it is not cut along its rows" if extent is None else _cut_of(extent, size, total)
+        if cut:
+            raise ValueError(
+                f"parameter {name!r} of shape {shape} is sharded as {getattr(param, 'placements', ())}, but "
+                f"{rule.name} needs every block "
+                f"{block} whole on one rank: {cut}. Shard it with fsdp.fully_shard and a policy that says "
+                f"ParamPolicy(block=Block.{block}), or send the parameter to another rule"
+            )
+
+
+def _cut_of(extent: Extent, size: int, total: int) -> str:
+    for edge in (extent.start, extent.stop):
+        start = edge - edge % size
+        if edge != start and edge != total:
+            return f"a rank boundary at element {edge} cuts the block of elements {start} to {min(total, start + size)}"
+    return ""
+
+
+# ---- buckets --------------------------------------------------------------------------------------------------------
+
+
+class _Flat:
+    """A bucket whose parameters are all in one group: one piece, and the counters that follow the first one's."""
+
+    def __init__(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], counters: dict[str, list[Tensor]]
+    ) -> None:
+        self.param, self.grad, self.state, self.counters = param, grad, state, counters
+
+
+def _buffer_of(tensor: Tensor) -> Any:
+    if not isinstance(tensor, DTensor):
+        return None
+    try:
+        from ragged_shard.dbuffer import buffer_of
+    except ImportError:
+        return None
+    return buffer_of(tensor)
+
+
+def _by_buffer(params: Iterable[Tensor]) -> dict[int, tuple[Any, dict[int, Tensor]]]:
+    """The buckets that ``params`` lie in, and which of them at which index."""
+    buckets: dict[int, tuple[Any, dict[int, Tensor]]] = {}
+    for param in params:
+        found = _buffer_of(param)
+        if found is not None:
+            buckets.setdefault(id(found[0]), (found[0], {}))[1][found[1]] = param
+    return buckets
+
+
+def _flat_states(
+    entries: Sequence[tuple[Tensor, dict[str, Any]]], rule_of_group: Callable[[Mapping[str, Any]], Rule]
+) -> tuple[dict[Tensor, dict[str, Tensor]], list[Any]]:
+    """States as views of one buffer per bucket, for buckets that lie whole in one group of an element-wise rule."""
+    group_of = dict(entries)
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    buffers = []
+    for buffer, members in _by_buffer(param for param, _ in entries).values():
+        groups = {id(group_of[param]): group_of[param] for param in members.values()}
+        if len(members) != len(buffer.names) or len(groups) != 1:
+            continue
+        (group,) = groups.values()
+        rule = rule_of_group(group)
+        if not isinstance(rule, ElementwiseRule):
+            continue
+        specs = {index: rule.init(tuple(param.shape), group) for index, param in members.items()}
+        for key, spec in specs[0].items():
+            if spec.shape != tuple(members[0].shape) or spec.fill or any(key not in other for other in specs.values()):
+                continue
+            flat = buffer.like(buffer.dtype if spec.dtype is None else spec.dtype)
+            buffers.append(flat)
+            for index, param in members.items():
+                states.setdefault(param, {})[key] = flat.dtensor(index)
+    return states, buffers
+
+
+def _flat_pieces(live: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> tuple[list[_Flat], list[Tensor]]:
+    """Whole buckets as one piece each, and the parameters that are left.
+
+    A bucket is taken whole when all its parameters have a gradient in one gradient buffer, their states lie in one
+    buffer per state and their counters agree. CPU only: elsewhere the fused kernels take lists at no cost and
+    counters cost a synchronisation.
+    """
+    taken: set[Tensor] = set()
+    pieces = []
+    for buffer, members in _by_buffer(live).values():
+        if len(members) != len(buffer.names) or buffer.owned.device.type != "cpu":
+            continue
+        first = members[0]
+        grad = _shared_buffer({index: cast(Tensor, param.grad) for index, param in members.items()})
+        flat: dict[str, Tensor] = {}
+        counters: dict[str, list[Tensor]] = {}
+        for key, value in state[first].items():
+            values = {index: state[param].get(key) for index, param in members.items()}
+            if value.ndim == 0 and not isinstance(value, DTensor):
+                if any(other is None or other.item() != value.item() for other in values.values()):
+                    break
+                flat[key] = value
+                counters[key] = [cast(Tensor, other) for other in values.values() if other is not value]
+            else:
+                shared = _shared_buffer(values)
+                if shared is None:
+                    break
+                flat[key] = shared.owned
+        else:
+            if grad is not None and grad.owned.numel() == buffer.owned.numel():
+                pieces.append(_Flat(buffer.owned, grad.owned, flat, counters))
+                taken.update(members.values())
+    return pieces, [param for param in live if param not in taken]
+
+
+def _shared_buffer(tensors: Mapping[int, Tensor | None]) -> Any:
+    """The one buffer in which every tensor lies at its index, or ``None``."""
+    shared = None
+    for index, tensor in tensors.items():
+        found = None if tensor is None else _buffer_of(tensor)
+        if found is None or found[1] != index or (shared is not None and found[0] is not shared):
+            return None
+        shared = found[0]
+    return shared

@@ -1,0 +1,156 @@
+"""The three kinds of rule: what a researcher writes; everything else makes it run sharded.
+
+    ElementwiseRule   every element is updated by itself            AdamW, SGD, Lion
+    BlockwiseRule     every block is updated by itself              8-bit Adam
+    MatrixRule        every matrix is updated as a whole            Muon, Shampoo
+
+A rule is a class without attributes of its own: hyperparameters live in the param group, state in the optimizer. The
+same rule runs on plain tensors, on FSDP2's ``Shard(0)`` and on ``RaggedShard``, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ragged_optim.layout import Extent, Matrix, as_matrices
+from ragged_shard.block import Block
+
+__all__ = ["BlockwiseRule", "ElementwiseRule", "MatrixRule", "Rule", "StateSpec"]
+
+Group = Mapping[str, Any]
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state tensor, described globally, zero (or ``fill``) at the start.
+
+    ``shape``: the parameter's own shape (then it is sharded like the parameter), ``()`` (a counter, the same on every
+    rank), for a ``BlockwiseRule`` also ``(number of blocks, ...)`` (then it is cut where the parameter is), and
+    anything for ``home="owner"`` (a ``MatrixRule``'s state of one matrix, kept by the rank that computes that
+    matrix). ``dtype``: ``None`` means the parameter's. ``fill="salt"``: a number made from the parameter's name, by
+    which random bits differ between parameters but not between runs.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    home: Literal["param", "owner"] = "param"
+    fill: float | Literal["salt"] = 0.0
+
+
+class Rule(ABC):
+    """What all three kinds have: a name, hyperparameters with defaults, and the states of a parameter."""
+
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
+    # Rules of one family take the same hyperparameters: Muon(adamw_lr=...) reaches AdamW8bit too.
+    family: ClassVar[str] = ""
+    # Stands in each param group as ``state_version``; raise it when the meaning of a state changes.
+    state_version: ClassVar[int] = 1
+
+    def check(self, group: Group) -> None:
+        """Raise ``ValueError`` for hyperparameters that cannot be meant, ``TypeError`` for wrong types."""
+        for key in ("lr", "weight_decay", "eps", "momentum"):
+            value = group.get(key)
+            if value is None:
+                continue
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"{self.name}: {key} must be a number or a tensor of one element, got shape {tuple(value.shape)}"
+                )
+            if not float(value) >= 0.0:
+                raise ValueError(f"{self.name}: {key} must be at least 0, got {value!r}")
+        betas = group.get("betas")
+        if betas is not None and not (len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
+            raise ValueError(f"{self.name}: betas must be two numbers in [0, 1), got {betas!r}")
+
+    def accepts(self, shape: Sequence[int]) -> str | None:
+        """Why a parameter of this global shape cannot be updated by this rule; ``None`` when it can."""
+        return None
+
+    @abstractmethod
+    def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
+        """The states of a parameter of global ``shape``. A function of these two alone, never of a local size."""
+
+
+class ElementwiseRule(Rule):
+    """Updates every element by itself, so it may run on any piece: a tensor, its shard, or a whole bucket at once."""
+
+    @abstractmethod
+    def update(self, param: Tensor, grad: Tensor, state: State, group: Group) -> None:
+        """Update ``param`` and ``state`` in place. All tensors but counters have ``param``'s (local) shape."""
+
+    def update_all(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
+        """Update a list of pieces; override it where one call for all of them is cheaper."""
+        for param, grad, state in zip(params, grads, states, strict=True):
+            self.update(param, grad, state, group)
+
+
+class BlockwiseRule(Rule):
+    """Updates every block by itself; no rank boundary may cut a block, which the optimizer checks."""
+
+    @abstractmethod
+    def block(self, shape: tuple[int, ...], group: Group) -> Block:
+        """What must lie whole on one rank, for a parameter of global ``shape``."""
+
+    @abstractmethod
+    def update(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
+        """Update the flat ``param`` (the elements ``extent`` of the flattened global tensor) and ``state`` in place."""
+
+
+class MatrixRule(Rule):
+    """Updates every matrix as a whole, at one rank, its owner.
+
+    A parameter is one matrix, a stack of matrices (leading dims), or several row blocks of one (``split_sizes``); with
+    ``flatten=True`` dims 1.. are the columns (convolutions). The three methods run in this order::
+
+        shards:  direction(param, grad, state) -> shard of what travels to the owner
+        owner:   update(matrix, state) -> the update of that matrix, of the same shape
+        shards:  apply(param, update, state, shape) with the update's shard
+
+    A matrix that already lies whole on a rank goes through the same three calls there, without communication.
+    """
+
+    def accepts(self, shape: Sequence[int]) -> str | None:
+        if len(shape) < 2:
+            return f"it needs a matrix or a stack of matrices, not {len(shape)} dims"
+        return None
+
+    def matrices(self, shape: tuple[int, ...], group: Group) -> tuple[Matrix, ...]:
+        """The matrices of a parameter, in the order of its flattened elements."""
+        return as_matrices(shape, split_sizes=group.get("split_sizes"), flatten=bool(group.get("flatten", False)))
+
+    def cost(self, rows: int, cols: int, group: Group) -> float:
+        """About how many FLOPs ``update`` takes; owners are balanced by it."""
+        small, large = sorted((rows, cols))
+        return 2.0 * small * small * large
+
+    def wire_dtype(self, dtype: torch.dtype, group: Group) -> torch.dtype:
+        """In what a direction and an update travel, given the parameter's dtype; both are cast to it everywhere."""
+        return torch.float32
+
+    @abstractmethod
+    def direction(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Tensor:
+        """On the shard: advance the parameter's states, return what the owner shall see. Never an alias of a state."""
+
+    @abstractmethod
+    def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
+        """At the owner.
+
+        ``matrix`` (rows, cols), its owned states; returns the update. ``matrix`` may be overwritten.
+        """
+
+    @abstractmethod
+    def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
+        """On the shard: apply a piece of the update of a matrix of (rows, cols) = ``shape`` to ``param`` in place."""
+
+
+def learning_rate(group: Group) -> float:
+    """The group's lr as a number; schedulers may have made it a tensor."""
+    return float(group["lr"])

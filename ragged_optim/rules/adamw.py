@@ -1,0 +1,187 @@
+"""Adam and AdamW (arXiv 1412.6980, 1711.05101): torch.optim's maths, names and defaults.
+
+    m = beta1 m + (1 - beta1) g                      Adam:   g += weight_decay p, before
+    v = beta2 v + (1 - beta2) g^2                    AdamW:  p *= 1 - lr weight_decay, before
+    p -= lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
+
+Elementwise, so it runs on whatever lies here: all local tensors in one call of torch's fused kernel, or the flat
+shard of a bucket at once. The fused CPU kernel rounds an element alike wherever a tensor is cut, which keeps
+world-size invariance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ragged_optim.optimizer import RaggedOptimizer, refuse
+from ragged_optim.rule import ElementwiseRule, Group, State, StateSpec, learning_rate
+from ragged_shard.policy import OrigParamPolicy
+
+__all__ = ["Adam", "AdamRule", "AdamW", "AdamWRule"]
+
+
+class AdamWRule(ElementwiseRule):
+    """States ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq`` with ``amsgrad``) in the parameter's dtype, or
+    ``state_dtype``.
+    """
+
+    name: ClassVar[str] = "adamw"
+    family: ClassVar[str] = "adamw"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        "maximize": False,
+        "state_dtype": None,
+    }
+    decoupled: ClassVar[bool] = True
+
+    def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
+        moment = StateSpec(shape, group["state_dtype"])
+        states = {"step": StateSpec((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        return {**states, "max_exp_avg_sq": moment} if group["amsgrad"] else states
+
+    def update(self, param: Tensor, grad: Tensor, state: State, group: Group) -> None:
+        self.update_all([param], [grad], [state], group)
+
+    def update_all(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
+        steps = [state["step"] for state in states]
+        moments = {key: [state[key] for state in states] for key in states[0] if key != "step"}
+        torch._foreach_add_(steps, 1)
+        # The kernel wants one dtype and one memory layout, those of the moments: other dtypes are rounded once, at
+        # the end.
+        works = [_like(param, moment) for param, moment in zip(params, moments["exp_avg"], strict=True)]
+        grads = [_like(grad, work) for grad, work in zip(grads, works, strict=True)]
+        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        beta1, beta2 = betas_of(group)
+        for chosen in _by_device_and_dtype(works):
+            kernel(
+                [works[i] for i in chosen],
+                [grads[i] for i in chosen],
+                [moments["exp_avg"][i] for i in chosen],
+                [moments["exp_avg_sq"][i] for i in chosen],
+                [moments["max_exp_avg_sq"][i] for i in chosen] if group["amsgrad"] else [],
+                [steps[i] for i in chosen],
+                lr=learning_rate(group),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=float(group["weight_decay"]),
+                eps=float(group["eps"]),
+                amsgrad=bool(group["amsgrad"]),
+                maximize=False,  # the optimizer has negated the gradients
+            )
+        for param, work in zip(params, works, strict=True):
+            if work is not param:
+                param.copy_(work)
+
+
+class AdamRule(AdamWRule):
+    """AdamW with the decay coupled: added to the gradient, as torch.optim.Adam does."""
+
+    name: ClassVar[str] = "adam"
+    defaults: ClassVar[Mapping[str, Any]] = {**AdamWRule.defaults, "weight_decay": 0.0}
+    decoupled: ClassVar[bool] = False
+
+
+def betas_of(group: Group) -> tuple[float, float]:
+    """beta1 and beta2. A scheduler that cycles ``momentum`` over groups of several algorithms cycles beta1 here."""
+    beta1, beta2 = group["betas"]
+    return float(group.get("momentum", beta1)), float(beta2)
+
+
+def _like(tensor: Tensor, pattern: Tensor) -> Tensor:
+    """``tensor`` in the dtype and strides of ``pattern``: itself, or a copy."""
+    if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
+        return tensor
+    return torch.empty_like(pattern).copy_(tensor)
+
+
+def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(i)
+    return list(kinds.values())
+
+
+class AdamW(RaggedOptimizer):
+    """``torch.optim.AdamW`` for plain, ``Shard(0)`` and ``RaggedShard`` parameters, always by the fused kernel.
+
+    ``state_dtype``: dtype of the moments (default: the parameter's, as torch). ``orig_param_policy`` routes single
+    parameters to other rules or hyperparameters.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        orig_param_policy: OrigParamPolicy | None = None,
+    ) -> None:
+        refuse("AdamW", foreach=foreach, capturable=capturable, differentiable=differentiable)
+        refuse("AdamW", **{"fused=False": fused is False})
+        super().__init__(
+            params,
+            AdamWRule,
+            orig_param_policy=orig_param_policy,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            state_dtype=state_dtype,
+        )
+
+
+class Adam(RaggedOptimizer):
+    """``torch.optim.Adam``: as ``AdamW``, with the weight decay added to the gradient."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        orig_param_policy: OrigParamPolicy | None = None,
+    ) -> None:
+        refuse("Adam", foreach=foreach, capturable=capturable, differentiable=differentiable)
+        refuse("Adam", **{"fused=False": fused is False})
+        super().__init__(
+            params,
+            AdamRule,
+            orig_param_policy=orig_param_policy,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            state_dtype=state_dtype,
+        )

@@ -1,0 +1,174 @@
+"""Muon (github.com/KellerJordan/Muon): momentum, orthogonalised by Newton-Schulz. torch.optim.Muon's names and
+defaults.
+
+    buf = momentum buf + (1 - momentum) g            on the shard (an average, as in torch's code)
+    u   = (1 - momentum) g + momentum buf            nesterov; else u = buf
+    O   = newton_schulz(u)                           at the owner, on the whole matrix
+    p  *= 1 - lr weight_decay                        on the shard
+    p  -= lr ratio O                                 ratio: see ``adjusted``
+
+Only the direction u and the update O travel, in ``ns_dtype``, in which the iteration would round them anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ragged_optim import newton_schulz as ns
+from ragged_optim.optimizer import RaggedOptimizer
+from ragged_optim.rule import Group, MatrixRule, State, StateSpec, learning_rate
+from ragged_shard.policy import OrigParamPolicy
+
+__all__ = ["Muon", "MuonRule", "adjusted"]
+
+ADJUST_LR = (None, "original", "match_rms_adamw", "spectral")
+WEIGHT_DECAY_MODES = ("decoupled", "cautious")
+
+
+class MuonRule(MatrixRule):
+    """State ``momentum_buffer``, sharded like the parameter, in its dtype or ``state_dtype``."""
+
+    name: ClassVar[str] = "muon"
+    family: ClassVar[str] = "muon"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+        "ns_dtype": torch.bfloat16,
+        "weight_decay_mode": "decoupled",
+        "split_sizes": None,
+        "flatten": False,
+        "maximize": False,
+        "state_dtype": None,
+    }
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        ns.schedule(group["ns_coefficients"], group["ns_steps"])
+        for key, allowed in (("adjust_lr_fn", ADJUST_LR), ("weight_decay_mode", WEIGHT_DECAY_MODES)):
+            if group[key] not in allowed:
+                raise ValueError(f"muon: {key} must be one of {', '.join(map(repr, allowed))}, got {group[key]!r}")
+        if group["ns_dtype"] not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"muon: ns_dtype must be a floating dtype, got {group['ns_dtype']!r}")
+
+    def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
+        return {"momentum_buffer": StateSpec(shape, group["state_dtype"])}
+
+    def cost(self, rows: int, cols: int, group: Group) -> float:
+        return ns.flops(rows, cols, group["ns_coefficients"], group["ns_steps"])
+
+    def wire_dtype(self, dtype: torch.dtype, group: Group) -> torch.dtype:
+        return group["ns_dtype"]  # type: ignore[no-any-return]
+
+    def direction(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Tensor:
+        buf, momentum = state["momentum_buffer"], float(group["momentum"])
+        grad = grad.to(buf.dtype)
+        buf.lerp_(grad, 1 - momentum)
+        if group["nesterov"]:
+            return grad.lerp(buf, momentum)
+        return buf.to(group["ns_dtype"], copy=True)
+
+    def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
+        return ns.newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], float(group["eps"]))
+
+    def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
+        lr, decay = learning_rate(group), float(group["weight_decay"])
+        # A narrow parameter is stepped in fp32 and rounded once; its kernels would round differently wherever it is
+        # cut.
+        work = param if param.dtype in (torch.float32, torch.float64) else param.float()
+        if group["weight_decay_mode"] == "cautious":
+            # Decay only where it pulls the same way as the step.
+            work.addcmul_(work, (work * update > 0).to(work.dtype), value=-lr * decay)
+        else:
+            work.mul_(1 - lr * decay)
+        work.add_(update, alpha=-lr * adjusted(group["adjust_lr_fn"], shape))
+        if work is not param:
+            param.copy_(work)
+
+
+def adjusted(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
+    """By how much the step of a (rows, cols) matrix is scaled.
+
+    ``None`` / ``"original"``: sqrt(max(1, rows / cols)); ``"match_rms_adamw"``: 0.2 sqrt(max(rows, cols)), the RMS of
+    an AdamW step (arXiv 2502.16982); ``"spectral"``: sqrt(rows / cols), which bounds the change of outputs.
+    """
+    rows, cols = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if adjust_lr_fn == "spectral":
+        return math.sqrt(rows / cols)
+    return math.sqrt(max(1.0, rows / cols))
+
+
+class Muon(RaggedOptimizer):
+    """``torch.optim.Muon`` for whole models, sharded or not: hidden matrices by Muon, the rest by AdamW.
+
+    With named parameters, ``orig_param_policy`` decides who gets what (default: ``policies.muon()``), and ``adamw_*``
+    are the hyperparameters of the rest; every group has its own lr. Without names every parameter must be a matrix,
+    as in torch.
+
+    ``ns_coefficients``: three numbers, a list of triples or a name (``newton_schulz.COEFFICIENTS``). ``ns_dtype``:
+    dtype of the iteration and of what travels. ``split_sizes``: rows of independent matrices in a fused weight.
+    ``flatten``: treat (out, in, ...) as (out, in * ...), otherwise leading dims are a stack of matrices.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: ns.Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        weight_decay_mode: str = "decoupled",
+        split_sizes: Sequence[int] | None = None,
+        flatten: bool = False,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        adamw_lr: float | Tensor = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 1e-2,
+        orig_param_policy: OrigParamPolicy | None = None,
+    ) -> None:
+        from ragged_optim import policies
+
+        super().__init__(
+            params,
+            MuonRule,
+            orig_param_policy=orig_param_policy,
+            default_policy=policies.muon(),
+            others={
+                "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
+            },
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_dtype=ns_dtype,
+            weight_decay_mode=weight_decay_mode,
+            split_sizes=split_sizes,
+            flatten=flatten,
+            maximize=maximize,
+            state_dtype=state_dtype,
+        )

@@ -1,0 +1,122 @@
+"""Optimizer states: made complete before the first gradient, as DTensors that lie like their parameter or at an owner.
+
+A state of the parameter's own shape has the parameter's placements, so plain DCP saves and reshards it. A state that
+belongs to one matrix lies whole at that matrix's owner: a one-hot ``RaggedShard``. Counters are plain 0-d tensors,
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ragged_optim.layout import Layout
+from ragged_optim.rule import StateSpec
+
+__all__ = ["STATE_VERSION", "load_state", "local", "make_owned_state", "make_param_state"]
+
+# Of the container: what stands in a param group and how states are named. Rules have versions of their own.
+STATE_VERSION = 1
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What lies on this rank (under ``no_grad``), arrived."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here = tensor._local_tensor
+    wait = getattr(here, "wait", None)  # an AsyncCollectiveTensor
+    return here if wait is None else wait()
+
+
+def _fill(spec: StateSpec, name: str) -> float | int:
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF if spec.fill == "salt" else spec.fill
+
+
+def make_param_state(spec: StateSpec, param: Tensor, name: str) -> Tensor:
+    """The state ``spec`` of ``param``: shaped and placed like it, or a counter."""
+    dtype = param.dtype if spec.dtype is None else spec.dtype
+    if spec.shape == () and param.ndim:
+        return torch.full((), _fill(spec, name), dtype=dtype, device=local(param).device)
+    if spec.shape != tuple(param.shape):
+        raise ValueError(
+            f"a state of parameter {name!r} has shape {spec.shape}; it must be that of the parameter, "
+            f"{tuple(param.shape)}"
+        )
+    state = torch.zeros_like(param.detach(), dtype=dtype)
+    if spec.fill:
+        local(state).fill_(_fill(spec, name))
+    return state
+
+
+def make_owned_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, owner: int) -> Tensor:
+    """The state ``spec`` of one matrix of ``param``, whole on rank ``owner`` of the layout's group and empty
+    elsewhere.
+    """
+    dtype = param.dtype if spec.dtype is None else spec.dtype
+    device = local(param).device
+    if not isinstance(param, DTensor):
+        return torch.full(spec.shape, _fill(spec, name), dtype=dtype, device=device)
+    if layout.group is None:
+        whole = torch.full(spec.shape, _fill(spec, name), dtype=dtype, device=device)
+        return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
+    from ragged_shard.placement import RaggedShard
+
+    mesh = param.device_mesh
+    sharded = [
+        dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
+    if len(sharded) != 1:
+        raise NotImplementedError(
+            f"parameter {name!r} is sharded over {len(sharded)} mesh dims; states owned by one rank need one"
+        )
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    placements[sharded[0]] = RaggedShard.one_hot(owner, mesh.size(sharded[0]), dims=(0,))
+    shape = spec.shape if layout.rank == owner else (0, *spec.shape[1:])
+    mine = torch.full(shape, _fill(spec, name), dtype=dtype, device=device)
+    stride = tuple(math.prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape)))
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size(spec.shape), stride=stride)
+
+
+def check_loadable(key: str, value: object, state: Mapping[str, Tensor], name: str, rule: str) -> None:
+    """Raise ``ValueError`` when ``value`` cannot become the state ``key`` of parameter ``name``."""
+    if key not in state:
+        raise ValueError(
+            f"the state dict has {key!r} for parameter {name!r}, which {rule} does not keep (it keeps "
+            f"{', '.join(state) or 'none'}); "
+            f"it is the state of another algorithm"
+        )
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    if shape != tuple(state[key].shape):
+        raise ValueError(
+            f"the state dict has {key!r} of shape {shape} for parameter {name!r}, whose state has shape "
+            f"{tuple(state[key].shape)}; "
+            f"it is the state of another model or optimizer"
+        )
+
+
+def load_state(target: Tensor, value: Any) -> None:
+    """Copy ``value`` (a tensor, DTensor or number) into ``target``, which keeps its dtype, placement and address."""
+    if not isinstance(value, Tensor):
+        target.fill_(value)
+        return
+    if isinstance(target, DTensor):
+        if not isinstance(value, DTensor):
+            from torch.distributed.tensor import distribute_tensor
+
+            # Every rank has the whole value: cut it here, without communication.
+            value = distribute_tensor(
+                value.to(local(target).device), target.device_mesh, target.placements, src_data_rank=None
+            )
+        elif value.placements != target.placements:
+            value = value.redistribute(target.device_mesh, target.placements)
+        local(target).copy_(local(value))
+        return
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    target.copy_(value)
