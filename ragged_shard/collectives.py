@@ -17,9 +17,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-__all__ = ["Pending", "all_gather_in_place", "reduce_scatter_in_place", "reduce_scatter_scratch_numel"]
+__all__ = [
+    "Pending",
+    "all_gather_in_place",
+    "all_gather_v",
+    "all_to_all_v",
+    "exchange",
+    "reduce_scatter_in_place",
+    "reduce_scatter_scratch_numel",
+]
 
 
 class Pending:
@@ -53,7 +62,10 @@ def all_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
         return Pending(())
     if is_gloo(group, full):
         return Pending(
-            [dist.broadcast(chunk, group=group, group_src=source, async_op=True) for source, chunk in enumerate(full.chunk(size))]
+            [
+                dist.broadcast(chunk, group=group, group_src=source, async_op=True)
+                for source, chunk in enumerate(full.chunk(size))
+            ]
         )
     own = full.chunk(size)[rank]
     return Pending([dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
@@ -79,9 +91,9 @@ def reduce_scatter_in_place(
     """Sum chunk k of ``full`` over the ranks, divide it, and write it to (or add it to) ``out`` on rank k.
 
     ``full``: 1-D of ``size * n`` elements; its own chunk may be overwritten. ``out``: 1-D of n, of any floating dtype;
-    it may be the own chunk of ``full``. ``scratch``: 1-D of ``reduce_scatter_scratch_numel`` elements of ``full``'s dtype, allocated when
-    missing; it must stay untouched until ``wait()`` returns. The addends are summed in rank order, in ``out``'s
-    precision where that is the higher one, so the result does not depend on who is asked.
+    it may be the own chunk of ``full``. ``scratch``: 1-D of ``reduce_scatter_scratch_numel`` elements of ``full``'s
+    dtype, allocated when missing; it must stay untouched until ``wait()`` returns. The addends are summed in rank
+    order, in ``out``'s precision where that is the higher one, so the result does not depend on who is asked.
     """
     size, rank = group.size(), group.rank()
     own = full.chunk(size)[rank] if full.numel() else full
@@ -110,7 +122,8 @@ def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulat
         total.copy_(addends[0])
     else:
         total = addends[0]
-    if not accumulate and total is not out and len(addends) > 1:
+    out_is_a_later_addend = any(addend.data_ptr() == out.data_ptr() for addend in addends[2:])
+    if not accumulate and total is not out and len(addends) > 1 and not out_is_a_later_addend:
         total, addends = torch.add(total, addends[1], out=out), addends[1:]
     for addend in addends[1:]:
         total.add_(addend)
@@ -120,3 +133,67 @@ def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulat
         torch.mul(total, 1.0 / divide_by, out=out)
     elif total is not out:
         out.copy_(total)
+
+
+# ---- pieces of unequal length: what redistribution moves ----
+
+
+def on_wire(tensor: Tensor) -> Tensor:
+    """The contiguous 1-D ``tensor`` in a dtype that every backend carries: bytes for those that gloo does not know."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
+
+
+_CARRIED = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8}
+
+
+def exchange(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
+) -> Pending:
+    """Send each ``(group rank, tensor)`` and fill each one to receive: an all-to-all-v in which empty messages do not
+    exist.
+
+    Tensors are 1-D, contiguous and not empty; what one rank sends to a peer arrives there in the same order. A rank
+    with nothing to send or receive makes no call at all, so every rank must derive both lists from the same plan.
+    """
+    if not sends and not receives:
+        return Pending(())
+    if is_gloo(group, (sends or receives)[0][1]):
+        works = [dist.irecv(on_wire(place), group=group, group_src=peer) for peer, place in receives]
+        works += [dist.isend(on_wire(piece), group=group, group_dst=peer) for peer, piece in sends]
+        return Pending(works)
+    operations = [dist.P2POp(dist.irecv, on_wire(place), group=group, group_peer=peer) for peer, place in receives]
+    operations += [dist.P2POp(dist.isend, on_wire(piece), group=group, group_peer=peer) for peer, piece in sends]
+    return Pending(dist.batch_isend_irecv(operations))
+
+
+def all_gather_v(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """Fill ``pieces[k]`` (1-D, contiguous, any length) on every rank with what rank k holds there. Nothing is copied.
+
+    gloo refuses an all-gather of unequal lengths; a broadcast per piece moves the same bytes and needs no buffer.
+    """
+    if group.size() == 1:
+        return Pending(())
+    if is_gloo(group, pieces[0]):
+        return Pending(
+            [
+                dist.broadcast(on_wire(piece), group=group, group_src=source, async_op=True)
+                for source, piece in enumerate(pieces)
+                if piece.numel()
+            ]
+        )
+    wired = [on_wire(piece) for piece in pieces]
+    return Pending([dist.all_gather(wired, wired[group.rank()], group=group, async_op=True)])
+
+
+def all_to_all_v(flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The functional form, for torch.compile: rank k gets ``sent[k]`` elements of the 1-D ``flat``, in order.
+
+    Returns the ``sum(received)`` elements that arrived, by source rank. Plain ``torch.distributed`` calls traced by
+    AOTAutograd give wrong values without an error; only functional collectives may appear in a graph.
+    """
+    wired = on_wire(flat)
+    scale = flat.element_size() // wired.element_size()
+    result = funcol.all_to_all_single(wired, [n * scale for n in received], [n * scale for n in sent], group)
+    if isinstance(result, funcol.AsyncCollectiveTensor):
+        result = result.wait()
+    return result.view(flat.dtype)

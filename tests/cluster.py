@@ -38,7 +38,9 @@ class ClusterError(AssertionError):
     """A rank raised or hung; the message holds every rank's traceback."""
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, deadline: float | None = None, **kwargs: Any) -> list[Any]:
+def run(
+    world_size: int, function: Callable[..., Any], *args: Any, deadline: float | None = None, **kwargs: Any
+) -> list[Any]:
     """Run ``function(*args, **kwargs)`` on every rank of a world of ``world_size``; the results in rank order."""
     pool = _POOLS.get(world_size)
     if pool is None:

@@ -1,0 +1,438 @@
+"""One bucket's life: sharded -> unsharded -> gradients -> reduced -> sharded.
+
+A bucket holds the parameters of one ``fully_shard`` call. Its plan lays them out in one or a few flat buffers; each has
+
+    params      sharded, the original dtype        what ``module.parameters()`` shows between iterations (DTensors)
+    full        whole, the compute dtype           what the module computes with; memory only while unsharded
+    full_grads  whole, the reduction dtype         unreduced gradients; memory from the first gradient to the reduction
+    grads       sharded, the original dtype        what ``parameter.grad`` shows (DTensors)
+
+Only two things are written on the way: this rank's slot of ``full`` (once per gather), and each gradient into
+``full_grads``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp.streams import CommStreams
+from ragged_shard.collectives import Pending
+from ragged_shard.dbuffer import DBuffer, Layout
+from ragged_shard.pool import Lease, Pool, storage_bytes
+
+__all__ = ["Bucket", "BucketParameter", "FlatBuffer"]
+
+
+@dataclass(eq=False)
+class BucketParameter:
+    """One parameter of a bucket. ``places``: every module attribute that holds it (several when tied)."""
+
+    name: str
+    places: list[tuple[nn.Module, str]]
+    sharded: nn.Parameter
+    full: nn.Parameter | None = None
+    edge: GradientEdge | None = None
+    grad: DTensor | None = None
+    # Whether the unreduced gradient holds something / the reduced gradient is part of a sum / anything arrived at all.
+    written: bool = False
+    accumulates: bool = False
+    used: bool = False
+
+
+class FlatBuffer:
+    """The four DBuffers of one ``BufferPlan`` of a bucket, made when they are first needed."""
+
+    def __init__(self, layout: Layout, parameters: Sequence[BucketParameter], params: DBuffer) -> None:
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.params = params
+        self.full: DBuffer | None = None
+        self.full_grads: DBuffer | None = None
+        self.grads: DBuffer | None = None
+        self.scratch: Lease | None = None
+
+    @property
+    def trainable(self) -> bool:
+        return any(p.sharded.requires_grad for p in self.parameters)
+
+    def make_full(self, pool: Pool, param_dtype: torch.dtype | None, label: str) -> DBuffer:
+        if self.full is None:
+            dtype = self.params.dtype
+            if param_dtype is not None and dtype.is_floating_point:
+                dtype = param_dtype
+            self.full = DBuffer.whole(self.layout, dtype, pool, label=label)
+            for parameter, view in zip(self.parameters, self.full.views, strict=True):
+                parameter.full = nn.Parameter(view, requires_grad=parameter.sharded.requires_grad)
+        return self.full
+
+    def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, label: str) -> tuple[DBuffer, DBuffer]:
+        if self.full_grads is None or self.grads is None:
+            assert self.full is not None
+            dtype = reduce_dtype or self.full.dtype
+            self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label=label)
+            if scratch := self.full_grads.scratch_numel():
+                self.scratch = pool.lease(scratch, dtype, label)
+            self.grads = self.params.like()
+            for index, parameter in enumerate(self.parameters):
+                parameter.grad = self.grads.dtensor(index)
+        return self.full_grads, self.grads
+
+
+class Bucket:
+    """The parameters of one ``fully_shard`` call and the state of their buffers.
+
+    The methods are the steps of an iteration; ``fsdp.hooks`` and ``fsdp.schedule`` decide when. None of them decides
+    from anything that only this rank sees, except for gradients that this rank lacks, which count as zero.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        buffers: Sequence[FlatBuffer],
+        *,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        replicate_dim: int | None,
+    ) -> None:
+        self.name = name
+        self.buffers = list(buffers)
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.replicate_dim = replicate_dim
+        # Called when the last gradient of a graph task has come.
+        self.on_complete: Callable[[], None] = lambda: None
+        self.pool: Pool | None = None
+        self.streams: CommStreams | None = None
+
+        self.reshard_after_forward = True
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.divide_factor: float | None = None
+        self.unshard_in_backward = True
+        # Unsharded by hand before the forward / by `reshard_after_forward=False`: not for an iteration's start to
+        # reshard.
+        self.pinned = False
+        self.keeps_unsharded = False
+
+        self.is_unsharded = False
+        self._gathers: list[Pending] = []
+        self._reductions: list[tuple[FlatBuffer, Pending]] = []
+        self._hooked = False
+
+        # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
+        self.outstanding: dict[int, int] = {}
+        # Of each forward call that backward has entered: inputs whose gradient is still to come.
+        self.awaited_inputs: dict[int, int] = {}
+        self.in_backward = False
+        self.reduced = False
+
+    @property
+    def parameters(self) -> list[BucketParameter]:
+        return [p for buffer in self.buffers for p in buffer.parameters]
+
+    @property
+    def trainable(self) -> bool:
+        return any(buffer.trainable for buffer in self.buffers)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.buffers[0].layout.mesh
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks a gradient is averaged by default."""
+        return self.buffers[0].layout.mesh.size() if self.buffers else 1
+
+    def bind(self, pool: Pool, streams: CommStreams) -> None:
+        """Where buffers get their memory and collectives their streams; the first call counts."""
+        if self.pool is None:
+            self.pool, self.streams = pool, streams
+
+    # -- parameters
+    # -----------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Start gathering. No effect when unsharded or on the way."""
+        if self.is_unsharded or self._gathers:
+            return
+        assert self.pool is not None and self.streams is not None
+        if any(buffer.params.device.type == "meta" for buffer in self.buffers):
+            raise RuntimeError(
+                f"the parameters of {self.name!r} are on the meta device; materialise them with "
+                f"module.to_empty(device=...) and initialise them before the first forward"
+            )
+        with (
+            self.streams.on(self.streams.gather),
+            torch.no_grad(),
+            torch.profiler.record_function(f"fsdp.all_gather ({self.name})"),
+        ):
+            for buffer in self.buffers:
+                full = buffer.make_full(self.pool, self.param_dtype, "parameters")
+                full.acquire()
+                self._gathers.append(buffer.params.all_gather(full))
+        self._hook_gradients()
+
+    def wait_unshard(self) -> None:
+        """Finish gathering and register the unsharded parameters on their modules."""
+        if self.is_unsharded:
+            return
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers.clear()
+        for parameter in self.parameters:
+            full = parameter.full
+            assert full is not None
+            if full.requires_grad != parameter.sharded.requires_grad:
+                full.requires_grad_(parameter.sharded.requires_grad)
+            for module, attribute in parameter.places:
+                module._parameters[attribute] = full
+        self.is_unsharded = True
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and give the memory of the unsharded ones back."""
+        for gather in self._gathers:
+            gather.wait()
+        in_flight = bool(self._gathers)
+        self._gathers.clear()
+        if not (self.is_unsharded or in_flight):
+            return
+        for parameter in self.parameters:
+            for module, attribute in parameter.places:
+                module._parameters[attribute] = parameter.sharded
+        for buffer in self.buffers:
+            if buffer.full is not None:
+                buffer.full.release()
+        self.is_unsharded = False
+        self.pinned = False
+
+    # -- gradients
+    # ------------------------------------------------------------------------------------------------------
+
+    def _hook_gradients(self) -> None:
+        if self._hooked:
+            return
+        self._hooked = True
+        for buffer in self.buffers:
+            for index, parameter in enumerate(buffer.parameters):
+                full = parameter.full
+                assert full is not None
+                if not full.is_floating_point() and not full.is_complex():
+                    continue
+                was = full.requires_grad
+                full.requires_grad_(True)
+                # Held for good: the graph keeps only a weak reference to a leaf's accumulator.
+                parameter.edge = get_gradient_edge(full)
+                full.register_post_accumulate_grad_hook(self._gradient_hook(buffer, index))
+                full.requires_grad_(was)
+
+    def _gradient_hook(self, buffer: FlatBuffer, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            task = self.enter_backward()
+            with torch.no_grad():
+                self._take_gradient(buffer, index, parameter)
+            self.outstanding[task] -= 1
+            if self.outstanding[task] == 0:
+                self.on_complete()
+
+        return hook
+
+    def _take_gradient(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
+        """Write a gradient that autograd has accumulated into its view of the unreduced buffer."""
+        gradient, full.grad = full.grad, None
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"parameter {buffer.parameters[index].name!r} of {self.name!r} has a sparse gradient; use sparse=False"
+            )
+        assert self.pool is not None
+        full_grads, _ = buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
+        if full_grads.acquire():
+            full_grads.zero_gaps_()
+        view, state = full_grads.views[index], buffer.parameters[index]
+        if state.written:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            state.written = True
+        state.used = True
+
+    def enter_backward(self) -> int:
+        """The current graph task. At its first touch: how many gradients it will bring, and what earlier ones left."""
+        task = torch._C._current_graph_task_id()
+        if task in self.outstanding:
+            return task
+        # Its buffers are about to be written again.
+        self.finish_reduce()
+        self.outstanding[task] = sum(
+            torch._C._will_engine_execute_node(p.edge.node)
+            for p in self.parameters
+            if p.edge is not None and p.full is not None and p.full.requires_grad
+        )
+        self.open_backward()
+        return task
+
+    def open_backward(self) -> None:
+        """At the first touch in a backward, note which sharded gradients are sums to add to."""
+        if not self.in_backward:
+            self.in_backward = True
+            for parameter in self.parameters:
+                self._adopt_gradient(parameter)
+
+    def _adopt_gradient(self, parameter: BucketParameter) -> None:
+        """Whether the sharded gradient is a sum to add to; one that the user put there is copied to its place first."""
+        grad = parameter.sharded.grad
+        parameter.accumulates = grad is not None
+        if grad is not None and grad is not parameter.grad:
+            if parameter.grad is None:
+                for buffer in self.buffers:
+                    if parameter in buffer.parameters:
+                        assert self.pool is not None
+                        buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
+            assert parameter.grad is not None
+            with torch.no_grad():
+                parameter.grad.copy_(grad)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient has come that the graph tasks so far will bring."""
+        return self.in_backward and not any(self.outstanding.values())
+
+    def reduce(self) -> None:
+        """Start the reduction of what has been written; parameters without a gradient count as zero."""
+        assert self.pool is not None and self.streams is not None
+        streams = self.streams
+        divide_by = float(self.ranks) if self.divide_factor is None else self.divide_factor
+        streams.after_compute(streams.reduce)
+        with (
+            streams.on(streams.reduce),
+            torch.no_grad(),
+            torch.profiler.record_function(f"fsdp.reduce_scatter ({self.name})"),
+        ):
+            for buffer in self.buffers:
+                if not buffer.trainable:
+                    continue
+                full_grads, grads = buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
+                if full_grads.acquire():
+                    full_grads.zero_gaps_()
+                for index, parameter in enumerate(buffer.parameters):
+                    if not parameter.written:
+                        full_grads.views[index].zero_()
+                    parameter.written = False
+                accumulate = any(p.accumulates for p in buffer.parameters)
+                for index, parameter in enumerate(buffer.parameters):
+                    if accumulate and not parameter.accumulates:
+                        grads.views[index].zero_()
+                    parameter.accumulates = True
+                scratch = None
+                if buffer.scratch is not None:
+                    buffer.scratch.acquire()
+                    scratch = buffer.scratch.tensor
+                pending = full_grads.reduce_scatter(
+                    grads,
+                    divide_by=divide_by,
+                    accumulate=accumulate,
+                    scratch=scratch,
+                    replicate_dim=self.replicate_dim,
+                )
+                self._reductions.append((buffer, pending))
+        self.reduced = True
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction; the sharded gradients hold their values afterwards."""
+        reductions, self._reductions = self._reductions, []
+        if not reductions:
+            return
+        assert self.streams is not None
+        with self.streams.on(self.streams.reduce), torch.no_grad():
+            for buffer, pending in reductions:
+                pending.wait()
+                if buffer.scratch is not None:
+                    buffer.scratch.release()
+                assert buffer.full_grads is not None
+                buffer.full_grads.release()
+
+    def leave_backward(self, used: Sequence[bool] | None) -> None:
+        """Publish the gradients: ``used[i]`` says whether any rank had one for parameter i (``None``: nothing was
+        reduced).
+        """
+        if used is not None:
+            for parameter, anywhere in zip(self.parameters, used, strict=True):
+                if anywhere:
+                    parameter.sharded.grad = parameter.grad
+                parameter.used = False
+        self.in_backward = False
+        self.reduced = False
+        self.outstanding.clear()
+        self.awaited_inputs.clear()
+
+    def discard(self) -> None:
+        """Back to the resting state, whatever was going on; unreduced gradients are lost."""
+        self.finish_reduce()
+        self.reshard()
+        for buffer in self.buffers:
+            if buffer.full_grads is not None:
+                buffer.full_grads.release()
+        for parameter in self.parameters:
+            parameter.written = parameter.used = parameter.accumulates = False
+            if parameter.full is not None:
+                parameter.full.grad = None
+        self.leave_backward(None)
+
+    # -- moving
+    # -----------------------------------------------------------------------------------------------------------
+
+    def rehome(self) -> None:
+        """Bring the sharded parameters back into flat buffers after ``module.to(...)`` / ``to_empty`` gave them
+        memory of their own.
+        """
+        for buffer in self.buffers:
+            locals_ = [p.sharded._local_tensor for p in buffer.parameters]  # type: ignore[attr-defined]
+            if all(t.untyped_storage()._cdata == buffer.params.flat.untyped_storage()._cdata for t in locals_):
+                continue
+            dtypes, devices = {t.dtype for t in locals_}, {t.device for t in locals_}
+            if len(dtypes) > 1 or len(devices) > 1:
+                raise RuntimeError(
+                    f"the parameters {', '.join(p.name for p in buffer.parameters)} of {self.name!r} share one flat buffer "
+                    f"but now have dtypes {dtypes} and devices {devices}; convert them together"
+                )
+            params = DBuffer.sharded(buffer.layout, dtypes.pop(), devices.pop())
+            with torch.no_grad():
+                for index, (parameter, local) in enumerate(zip(buffer.parameters, locals_, strict=True)):
+                    home = params.dtensor(index)
+                    home._local_tensor.copy_(local)
+                    home.requires_grad_(parameter.sharded.requires_grad)
+                    _move_into(parameter.sharded, home)
+            buffer.params = params
+            buffer.full = buffer.full_grads = buffer.grads = buffer.scratch = None
+            for parameter in buffer.parameters:
+                parameter.full = parameter.edge = parameter.grad = None
+                parameter.sharded.grad = None
+            self._hooked = False
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's own storages: ``parameters`` and ``gradients`` (the full buffers are the pool's)."""
+        return {
+            "parameters": storage_bytes([b.params.flat for b in self.buffers]),
+            "gradients": storage_bytes([b.grads.flat for b in self.buffers if b.grads is not None]),
+        }
+
+    def numel(self) -> int:
+        return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
+
+
+def _move_into(parameter: nn.Parameter, home: DTensor) -> None:
+    """Make ``parameter`` (an ``nn.Parameter`` that is a DTensor) a view of ``home``'s local tensor, keeping its
+    identity.
+    """
+    parameter._local_tensor = home._local_tensor  # type: ignore[attr-defined]
+    parameter._spec = home._spec  # type: ignore[attr-defined]

@@ -1,0 +1,256 @@
+"""What fires when: the hooks of one ``fully_shard`` call in forward and backward.
+
+    module forward pre-hook    unshard; outside a recomputation, remember the inputs that want gradients
+    module forward hook        reshard; a hook on every output that wants a gradient
+    output's tensor hook       backward reaches the module: unshard again
+    parameter's hook           (fsdp.bucket) a gradient is complete
+    input's tensor hook        backward has left the module: its parameters may go
+    engine callback            the end of the whole backward
+
+Tensor hooks, unlike an autograd Function around inputs or outputs, leave views and in-place operations alone, fire for
+modules without differentiable inputs, and fire under both kinds of activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_iter, tree_map
+
+from fsdp.bucket import Bucket
+from fsdp.schedule import Schedule
+from fsdp.streams import CommStreams
+from ragged_shard.pool import Pool
+
+__all__ = ["State", "state_of"]
+
+_ATTRIBUTE = "_fsdp_state"
+_calls = itertools.count()
+
+
+def state_of(module: nn.Module) -> State | None:
+    """The state of the ``fully_shard`` call that ``module`` was passed to."""
+    found = module.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, State) else None
+
+
+class State:
+    """One ``fully_shard`` call: its modules, its bucket, and its part of a schedule."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        bucket: Bucket,
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules = list(modules)
+        self.bucket = bucket
+        bucket.on_complete = self._gradients_complete
+        self.device = device
+        self.mp_policy = mp_policy
+        # None: as torch, True for all but the root; and, with ours, for all but the bucket that backward starts with.
+        self.reshard_after_forward = reshard_after_forward
+        self.schedule: Schedule | None = None
+        self.is_root: bool | None = None
+        self.forward_prefetch: list[State] = []
+        self.backward_prefetch: list[State] = []
+        self._to_run: set[nn.Module] = set()
+        # Of forwards that have begun: the call's number and the autograd nodes of its inputs.
+        self._open: list[tuple[int, list[Node]]] = []
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, with_kwargs=True)
+            module.register_state_dict_pre_hook(self._show_sharded)
+            module.register_load_state_dict_pre_hook(self._show_sharded)
+
+    def _show_sharded(self, *_: Any, **__: Any) -> None:
+        self.bucket.reshard()
+
+    # -- root
+    # -------------------------------------------------------------------------------------------------------------
+
+    def lazy_init(self) -> Schedule:
+        """The first module to run forward is the root; all below it share its schedule."""
+        if self.schedule is not None:
+            return self.schedule
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                "the first forward of a model must go through one root module, but it went through a list that was passed to "
+                f"fully_shard together ({', '.join(type(m).__name__ for m in self.modules)}); call fully_shard on the whole model last"
+            )
+        return self._become_root(Schedule(self.device))
+
+    def share(self, other: Schedule) -> None:
+        """Become a root whose memory and streams are those of another root's schedule."""
+        if self.schedule is not None:
+            raise RuntimeError("share_comm_ctx must be called before the first forward of the modules that share")
+        self._become_root(Schedule(self.device, other.pool, other.streams))
+
+    def bind_alone(self) -> None:
+        """Unsharded by hand before the first forward has shown which module is the root: memory of its own."""
+        self.bucket.bind(Pool(self.device), CommStreams(self.device))
+
+    def _become_root(self, schedule: Schedule) -> Schedule:
+        self.schedule = schedule
+        self.is_root = True
+        for name, module in self.modules[0].named_modules():
+            state = state_of(module)
+            if state is None or state is self:
+                continue
+            if state.is_root:
+                raise RuntimeError(
+                    f"{name or type(module).__name__} ran forward before the model that contains it, and so became a root of its "
+                    f"own; run the first forward through the outermost fully_shard module"
+                )
+            state.schedule = self.schedule
+            state.is_root = False
+            if not state.bucket.name:
+                state.bucket.name = name
+            self.schedule.add(state.bucket)
+        self.schedule.add(self.bucket)
+        return self.schedule
+
+    # -- forward
+    # ----------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if torch._C._current_graph_task_id() != -1:
+            # An activation checkpoint recomputes: backward will use these parameters at once.
+            self.bucket.unshard()
+            self.bucket.wait_unshard()
+            return self._cast_inputs(args, kwargs)
+        schedule = self.lazy_init()
+        if schedule.enter_forward(self):
+            for state in self._states_below():
+                state._to_run.clear()
+                state._open.clear()
+        if not self._to_run:
+            self._to_run.update(self.modules)
+            schedule.before_forward(self.bucket, [s.bucket for s in self.forward_prefetch])
+        elif not self.bucket.is_unsharded:
+            self.bucket.unshard()
+            self.bucket.wait_unshard()
+        args, kwargs = self._cast_inputs(args, kwargs)
+        self._open.append(self._watch_inputs((args, kwargs)))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            return self._cast_output(output)
+        assert self.schedule is not None
+        call, inputs = self._open.pop()
+        self._to_run.discard(module)
+        output = self._cast_output(output)
+        tensors = list(_differentiable(output)) if torch.is_grad_enabled() else []
+        if not self._to_run:
+            self.bucket.reshard_after_forward = self._reshards()
+            self.schedule.after_forward(self.bucket, needs_backward=bool(tensors))
+        for tensor in tensors:
+            tensor.register_hook(functools.partial(self._entered, call, inputs))
+        if self.schedule.root is self:
+            self._finish_groups()
+            self.schedule.leave_forward(self)
+        return output
+
+    def _reshards(self) -> bool:
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        if not torch.is_grad_enabled():
+            return True
+        assert self.schedule is not None
+        return not (self.is_root or self.schedule.runs_last(self.bucket))
+
+    def _finish_groups(self) -> None:
+        """Modules of a list that this forward did not run: their bucket is done all the same."""
+        for bucket_state in self._states_below():
+            if bucket_state._to_run and bucket_state is not self:
+                bucket_state._to_run.clear()
+                assert self.schedule is not None
+                bucket_state.bucket.reshard_after_forward = bucket_state._reshards()
+                self.schedule.after_forward(bucket_state.bucket, needs_backward=torch.is_grad_enabled())
+
+    def _states_below(self) -> list[State]:
+        found: dict[int, State] = {}
+        for root in self.modules:
+            for module in root.modules():
+                state = state_of(module)
+                if state is not None:
+                    found[id(state)] = state
+        return list(found.values())
+
+    def _watch_inputs(self, inputs: Any) -> tuple[int, list[Node]]:
+        """A number for this call, and the nodes that bring its inputs' gradients, hooked to tell when backward has
+        left.
+        """
+        call, nodes = next(_calls), []
+        if torch.is_grad_enabled():
+            for tensor in {id(t): t for t in _differentiable(inputs)}.values():
+                nodes.append(get_gradient_edge(tensor).node)
+                # Knows the call by its number: a hook that held its own node would never be freed.
+                tensor.register_hook(functools.partial(self._left, call))
+        return call, nodes
+
+    # -- backward
+    # ---------------------------------------------------------------------------------------------------------
+
+    def _entered(self, call: int, inputs: list[Node], _: Tensor) -> None:
+        assert self.schedule is not None
+        self.schedule.queue_end_of_backward()
+        awaited = self.bucket.awaited_inputs
+        if call not in awaited and (count := sum(map(torch._C._will_engine_execute_node, inputs))):
+            awaited[call] = count
+        self.schedule.before_backward(self.bucket, [s.bucket for s in reversed(self.backward_prefetch)])
+
+    def _gradients_complete(self) -> None:
+        assert self.schedule is not None
+        self.schedule.gradients_complete(self.bucket)
+
+    def _left(self, call: int, _: Tensor) -> None:
+        awaited = self.bucket.awaited_inputs
+        if call not in awaited:
+            return
+        awaited[call] -= 1
+        if awaited[call] == 0:
+            del awaited[call]
+            assert self.schedule is not None
+            self.schedule.maybe_reshard(self.bucket)
+
+    # -- precision
+    # --------------------------------------------------------------------------------------------------------
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+        args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        return args, kwargs
+
+    def _cast_output(self, output: Any) -> Any:
+        return _cast(output, self.mp_policy.output_dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point tensors of ``tree`` in ``dtype``."""
+    if dtype is None:
+        return tree
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+
+def _differentiable(tree: Any) -> Iterator[Tensor]:
+    """The tensors of ``tree`` that want a gradient; dataclasses (which pytree takes for leaves) are looked into."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _differentiable(getattr(leaf, field.name, None))

@@ -1,0 +1,199 @@
+"""Order, prefetch and overlap: when each bucket is gathered, reduced and released. One Schedule for all buckets of a
+root.
+
+Every decision follows from what all ranks see alike (the order in which modules run), so every rank issues the same
+sequence of collectives:
+
+    forward    before a bucket computes, the next one of the last iteration's order is already being gathered
+    backward   the same in the reverse order of this iteration's forward
+    reduction  in the reverse order in which buckets began their forward, each started when its gradients and those of
+    all
+               before it are complete, at most one in flight; what is still missing at the end (parameters that this
+               rank did not use) is reduced as zeros then
+"""
+
+from __future__ import annotations
+
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from fsdp.bucket import Bucket
+from fsdp.streams import CommStreams
+from ragged_shard.pool import Pool
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    def __init__(self, device: torch.device, pool: Pool | None = None, streams: CommStreams | None = None) -> None:
+        self.device = device
+        self.pool = Pool(device) if pool is None else pool
+        self.streams = CommStreams(device) if streams is None else streams
+        self.buckets: list[Bucket] = []
+        # The state whose forward started this iteration, while that forward runs.
+        self.root: object | None = None
+        self._records_backward = False
+        self._sequence: list[Bucket] = []
+        self._last_sequence: list[Bucket] = []
+        self._backward_stack: list[Bucket] = []
+        self._reduce_order: list[Bucket] = []
+        self._ready: set[Bucket] = set()
+        self._in_flight: list[Bucket] = []
+        self._callback_queued = False
+
+    def add(self, bucket: Bucket) -> None:
+        if bucket not in self.buckets:
+            self.buckets.append(bucket)
+            bucket.bind(self.pool, self.streams)
+
+    # -- forward
+    # ----------------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, root: object) -> bool:
+        """Called by every module before its forward; ``True`` for the one that starts an iteration."""
+        if self.root is root or self._callback_queued:
+            # The last forward or backward raised: nothing of it may be taken for this iteration's.
+            self.reset()
+        if self.root is not None:
+            return False
+        self.root = root
+        self._records_backward = torch.is_grad_enabled()
+        for bucket in self.buckets:
+            if not (bucket.pinned or bucket.keeps_unsharded):
+                bucket.reshard()
+        self._last_sequence, self._sequence = self._sequence, []
+        self.streams.after_compute(self.streams.gather)
+        return True
+
+    def leave_forward(self, root: object) -> None:
+        if self.root is root:
+            self.root = None
+            for bucket in self.buckets:
+                # Prefetched and not run after all.
+                if not bucket.is_unsharded and not bucket.pinned:
+                    bucket.reshard()
+
+    def before_forward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
+        """Unshard ``bucket`` and start on the next."""
+        position = len(self._sequence)
+        self._sequence.append(bucket)
+        if self._records_backward and bucket not in self._reduce_order and bucket.trainable:
+            self._reduce_order.insert(0, bucket)
+        bucket.unshard()
+        bucket.wait_unshard()
+        bucket.pinned = False
+        last = self._last_sequence
+        if prefetch:
+            for other in prefetch:
+                other.unshard()
+        elif position + 1 < len(last) and last[position] is bucket:
+            last[position + 1].unshard()
+
+    def after_forward(self, bucket: Bucket, needs_backward: bool) -> None:
+        if needs_backward:
+            self._backward_stack.append(bucket)
+        if bucket.reshard_after_forward:
+            bucket.reshard()
+
+    def runs_last(self, bucket: Bucket) -> bool:
+        """Whether ``bucket`` was the last to begin its forward in the last iteration: backward starts with it."""
+        return bool(self._last_sequence) and self._last_sequence[-1] is bucket
+
+    # -- backward
+    # ---------------------------------------------------------------------------------------------------------
+
+    def queue_end_of_backward(self) -> None:
+        if not self._callback_queued:
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+
+    def before_backward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
+        """Unshard ``bucket`` again and start on the one whose backward comes next."""
+        if bucket.unshard_in_backward:
+            bucket.unshard()
+            bucket.wait_unshard()
+        bucket.enter_backward()
+        stack = self._backward_stack
+        if bucket in stack:
+            while stack.pop() is not bucket:
+                pass
+        if prefetch:
+            for other in prefetch:
+                other.unshard()
+        elif stack and stack[-1].unshard_in_backward:
+            stack[-1].unshard()
+
+    def gradients_complete(self, bucket: Bucket) -> None:
+        """All gradients of ``bucket`` have come: reduce it when it is its turn, and release its parameters."""
+        if bucket.complete and bucket.requires_gradient_sync:
+            if bucket in self._reduce_order:
+                self._ready.add(bucket)
+                while self._reduce_order and self._reduce_order[0] in self._ready:
+                    self._start_reduce(self._reduce_order.pop(0))
+            else:
+                self._start_reduce(bucket)
+        self.maybe_reshard(bucket)
+
+    def maybe_reshard(self, bucket: Bucket) -> None:
+        """Release the parameters once no backward node can need them: gradients of parameters and of inputs are all
+        there.
+        """
+        if bucket.reshard_after_backward and bucket.complete and not bucket.awaited_inputs:
+            bucket.reshard()
+
+    def _start_reduce(self, bucket: Bucket) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).finish_reduce()
+        bucket.reduce()
+        self._in_flight.append(bucket)
+
+    def end_backward(self) -> None:
+        """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
+        self._callback_queued = False
+        with torch.profiler.record_function("fsdp.end_backward"):
+            left, self._reduce_order = self._reduce_order, []
+            for bucket in left + [b for b in self.buckets if b.in_backward and b not in left]:
+                if bucket.requires_gradient_sync and (bucket in left or not bucket.reduced):
+                    bucket.open_backward()
+                    self._start_reduce(bucket)
+            while self._in_flight:
+                self._in_flight.pop(0).finish_reduce()
+            self.streams.compute_waits(self.streams.reduce)
+            used = self._used_anywhere([bucket for bucket in self.buckets if bucket.reduced])
+            for bucket in self.buckets:
+                if bucket.in_backward:
+                    bucket.leave_backward(used.get(bucket))
+                if bucket.reshard_after_backward:
+                    bucket.reshard()
+            self._backward_stack.clear()
+            self._ready.clear()
+
+    def _used_anywhere(self, buckets: list[Bucket]) -> dict[Bucket, list[bool]]:
+        """Of each parameter, whether any rank had a gradient for it: one small reduction per mesh."""
+        answer: dict[Bucket, list[bool]] = {}
+        meshes = {id(bucket.mesh): bucket.mesh for bucket in buckets}
+        for key, mesh in meshes.items():
+            members = [bucket for bucket in buckets if id(bucket.mesh) == key]
+            mask = torch.tensor([p.used for b in members for p in b.parameters], dtype=torch.uint8).to(self.device)
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    dist.all_reduce(mask, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            flags = iter(mask.tolist())
+            for bucket in members:
+                answer[bucket] = [bool(next(flags)) for _ in bucket.parameters]
+        return answer
+
+    # -- failure
+    # ----------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Back to the resting state after an exception; the failed iteration's gradients are lost."""
+        self.root = None
+        self._callback_queued = False
+        for bucket in self.buckets:
+            bucket.discard()
+        for record in (self._sequence, self._backward_stack, self._reduce_order, self._in_flight):
+            record.clear()
+        self._ready.clear()

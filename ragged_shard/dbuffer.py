@@ -1,0 +1,401 @@
+"""DBuffer: a planned flat buffer over a mesh, its per-tensor views, in-place collectives and group-fused operations.
+
+One DBuffer is one flat tensor laid out by one ``BufferPlan``. Along the mesh dimension that is cut, the ranks either
+hold a chunk each (``Shard``), or the whole buffer (``Replicate``: parameters after a gather; ``Partial``: gradients
+before the reduction). The views never move::
+
+    whole    [ q_proj ........ | k_proj .... |~| norm |~~]      ~ gaps: alignment and padding, always zero in gradients
+             |<---- chunk 0 ---->|<---- chunk 1 ---->|          S elements each, what collectives move
+    sharded  [ q_proj ........ | k ]     [ _proj .... |~| ...]  a view of each tensor's own part on this rank
+
+    sharded.all_gather(whole)        writes this rank's slot once (casting if the dtypes differ), gathers in place
+    whole.reduce_scatter(sharded)    sums in place; no other copy
+
+Parameters, gradients, optimizer states and norms speak of what a rank *owns*; only the two collectives speak of chunks.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ragged_shard.collectives import (
+    Pending,
+    all_gather_in_place,
+    reduce_scatter_in_place,
+    reduce_scatter_scratch_numel,
+)
+from ragged_shard.placement import RaggedShard
+from ragged_shard.planner import BufferPlan
+from ragged_shard.pool import Lease, Pool
+
+__all__ = ["DBuffer", "Layout", "buffer_of"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of one buffer lie on the ranks of ``mesh`` dimension ``shard_dim``.
+
+    ``shapes``: the shape of each tensor, in the order of ``plan.starts``. ``plan.world_size`` ranks hold a chunk each;
+    the other mesh dimensions hold replicas.
+    """
+
+    plan: BufferPlan
+    shapes: tuple[tuple[int, ...], ...]
+    mesh: DeviceMesh
+    shard_dim: int
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.plan.starts]
+        for name, numel, shape in zip(names, self.plan.numels, self.shapes, strict=True):
+            if math.prod(shape) != numel:
+                raise ValueError(f"{name}: shape {shape} has {math.prod(shape)} elements, the plan says {numel}")
+        if self.mesh.size(self.shard_dim) != self.ranks:
+            raise ValueError(
+                f"a plan for {self.ranks} ranks does not fit mesh dimension {self.shard_dim} of {self.mesh}, "
+                f"which has {self.mesh.size(self.shard_dim)}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.plan.cuts) - 1
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.plan.starts)
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.shard_dim)
+
+    @cached_property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank(self.shard_dim)
+
+    @property
+    def shard(self) -> int:
+        """Elements of a chunk."""
+        return self.plan.shard
+
+    @cached_property
+    def placements(self) -> tuple[tuple[Placement, ...], ...]:
+        """Of each tensor: a RaggedShard on ``shard_dim``, over as few leading dimensions as the cuts allow."""
+        found = []
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            ranges = [self.plan.local_range(name, rank) for rank in range(self.ranks)]
+            ragged = _ragged_shard([hi - lo for lo, hi in ranges], shape)
+            found.append(tuple(ragged if dim == self.shard_dim else Replicate() for dim in range(self.mesh.ndim)))
+        return tuple(found)
+
+    @cached_property
+    def specs(self) -> tuple[tuple[tuple[Placement, ...], tuple[int, ...], tuple[int, int]], ...]:
+        """Of each tensor: its placements, this rank's local shape, and its range [lo, hi) in this rank's owned
+        elements.
+        """
+        base, _ = self.plan.owned(self.rank)
+        found = []
+        for name, shape, placements in zip(self.names, self.shapes, self.placements, strict=True):
+            lo, hi = self.plan.local_range(name, self.rank)
+            ragged = placements[self.shard_dim]
+            assert isinstance(ragged, RaggedShard)
+            found.append((placements, tuple(ragged.local_shape(shape, self.rank)), (lo - base, hi - base)))
+        return tuple(found)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the whole buffer that belong to no tensor."""
+        gaps, end = [], 0
+        for (_, start), numel in zip(self.plan.starts, self.plan.numels, strict=True):
+            if start > end:
+                gaps.append((end, start))
+            end = max(end, start + numel)
+        total = self.shard * self.ranks
+        return (*gaps, (end, total)) if end < total else tuple(gaps)
+
+
+def _ragged_shard(counts: Sequence[int], shape: tuple[int, ...]) -> RaggedShard:
+    """The RaggedShard under which rank k holds ``counts[k]`` consecutive elements of a tensor of ``shape``."""
+    if not any(counts):
+        return RaggedShard((0,) if shape else (), (1,) + (0,) * (len(counts) - 1))
+    for prefix in range(min(1, len(shape)), len(shape) + 1):
+        row = math.prod(shape[prefix:])
+        if all(count % row == 0 for count in counts):
+            return RaggedShard(tuple(range(prefix)), tuple(count // row for count in counts))
+    raise AssertionError("one element is always a unit")
+
+
+class DBuffer:
+    """One flat tensor laid out by ``layout``, sharded or whole along the mesh dimension that is cut.
+
+    Make one with ``DBuffer.sharded`` (memory of its own, zeroed) or ``DBuffer.whole`` (memory leased from a pool while
+    ``held``).
+    """
+
+    def __init__(self, layout: Layout, flat: Tensor, placements: tuple[Placement, ...], lease: Lease | None) -> None:
+        self.layout = layout
+        self.placements = placements
+        self.lease = lease
+        self._flat = flat
+        # Writes and collectives go through an alias with a version counter of its own: autograd compares the counter of
+        # the views it has saved, and a gather that restores the same values is no modification.
+        self.flat = flat.data
+
+    @classmethod
+    def sharded(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> DBuffer:
+        """A chunk on each rank. Padded plans: what is owned is the chunk, so no element lies outside it."""
+        lo, hi = layout.plan.owned(layout.rank)
+        if (lo, hi) != tuple(layout.plan.chunk(layout.rank)):
+            raise NotImplementedError(
+                "this plan owns other elements than its chunk; plan the bucket with padded chunks"
+            )
+        flat = torch.zeros(hi - lo, dtype=dtype, device=device)
+        return cls(layout, flat, _placements(layout, Shard(0)), None)
+
+    @classmethod
+    def whole(
+        cls, layout: Layout, dtype: torch.dtype, pool: Pool, *, partial: bool = False, label: str = ""
+    ) -> DBuffer:
+        """The whole buffer on each rank, without memory until ``acquire``."""
+        lease = pool.lease(layout.shard * layout.ranks, dtype, label)
+        buffer = cls(layout, lease.tensor, _placements(layout, Partial() if partial else Replicate()), lease)
+        _ = buffer.views
+        buffer.release()
+        return buffer
+
+    @property
+    def plan(self) -> BufferPlan:
+        return self.layout.plan
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.layout.names
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.layout.shapes
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.layout.mesh
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._flat.device
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.placements[self.layout.shard_dim].is_shard()
+
+    @property
+    def held(self) -> bool:
+        """Whether there is memory under the views."""
+        return self.lease is None or self.lease.held
+
+    @property
+    def owned(self) -> Tensor:
+        """1-D: the elements this rank owns, gaps included."""
+        if self.is_sharded:
+            return self.flat
+        lo, hi = self.plan.owned(self.layout.rank)
+        return self.flat[lo:hi]
+
+    @property
+    def chunk(self) -> Tensor:
+        """1-D: this rank's chunk, what collectives move."""
+        if self.is_sharded:
+            return self.flat
+        lo, hi = self.plan.chunk(self.layout.rank)
+        return self.flat[lo:hi]
+
+    @cached_property
+    def views(self) -> tuple[Tensor, ...]:
+        """A view of each tensor: of its original shape if whole, this rank's part in canonical layout if sharded."""
+        if not self.is_sharded:
+            starts = [start for _, start in self.plan.starts]
+            return tuple(
+                self._flat[start : start + math.prod(shape)].view(shape)
+                for start, shape in zip(starts, self.shapes, strict=True)
+            )
+        return tuple(self._flat[lo:hi].view(shape) for _, shape, (lo, hi) in self.layout.specs)
+
+    def dtensor(self, index: int) -> DTensor:
+        """Tensor ``index`` as a DTensor with a RaggedShard placement, a view of this rank's shard."""
+        if not self.is_sharded:
+            raise ValueError("only a sharded DBuffer has DTensor views; a whole one has plain views")
+        shape = self.shapes[index]
+        meta = TensorMeta(torch.Size(shape), _contiguous_stride(shape), self.dtype)
+        # Every DTensor gets a local of its own: torch.utils.swap_tensors and `_local_tensor` assignment must not alias
+        # two of them.
+        local = self.views[index].view(self.views[index].shape)
+        _HOMES[local] = (weakref.ref(self), index)
+        spec = DTensorSpec(self.mesh, self.layout.placements[index], tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+    def like(self, dtype: torch.dtype | None = None) -> DBuffer:
+        """A new, zeroed, sharded DBuffer of the same layout (optimizer states, gradients)."""
+        return DBuffer.sharded(self.layout, dtype or self.dtype, self.device)
+
+    # -- memory
+    # ---------------------------------------------------------------------------------------------------------
+
+    def acquire(self) -> bool:
+        """Put memory under a whole buffer (contents undefined); ``False`` if it was there."""
+        return self.lease is not None and self.lease.acquire()
+
+    def release(self) -> None:
+        """Give the memory of a whole buffer back to its pool. Its views must not be read until the next ``acquire``."""
+        if self.lease is not None:
+            self.lease.release()
+
+    # -- collectives
+    # ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, out: DBuffer) -> Pending:
+        """Shard -> Replicate into ``out``. This rank's slot is written once; nothing else is copied here."""
+        self._same_layout(out)
+        out.chunk.copy_(self.flat)
+        return all_gather_in_place(out.flat, self.layout.group)
+
+    def reduce_scatter(
+        self,
+        out: DBuffer,
+        *,
+        divide_by: float = 1.0,
+        accumulate: bool = False,
+        scratch: Tensor | None = None,
+        replicate_dim: int | None = None,
+    ) -> Pending:
+        """Partial -> Shard into ``out``: the sum over the ranks divided by ``divide_by``, written or added.
+
+        ``replicate_dim``: a second mesh dimension to sum over, (Partial, Partial) -> (Replicate, Shard): the shards are
+        reduced first, so that only a chunk travels between replicas.
+        """
+        self._same_layout(out)
+        group = self.layout.group
+        if replicate_dim is None:
+            return reduce_scatter_in_place(
+                self.flat, out.flat, group, scratch=scratch, divide_by=divide_by, accumulate=accumulate
+            )
+        chunk, replicas = self.chunk, self.mesh.get_group(replicate_dim)
+        shards = reduce_scatter_in_place(self.flat, chunk, group, scratch=scratch)
+
+        def over_replicas() -> None:
+            shards.wait()
+            dist.all_reduce(chunk, group=replicas)
+            if accumulate:
+                out.flat.add_(chunk, alpha=1.0 / divide_by)
+            else:
+                torch.mul(chunk, 1.0 / divide_by, out=out.flat)
+
+        return Pending((), over_replicas)
+
+    def scratch_numel(self) -> int:
+        """Elements that ``reduce_scatter`` wants as scratch."""
+        return reduce_scatter_scratch_numel(self.flat, self.layout.group)
+
+    def all_reduce(self, mesh_dim: int) -> Pending:
+        """Sum in place over one mesh dimension."""
+        work = dist.all_reduce(self.flat, group=self.mesh.get_group(mesh_dim), async_op=True)
+        return Pending([work])
+
+    # -- one operation for all tensors
+    # ----------------------------------------------------------------------------------
+
+    def zero_(self) -> DBuffer:
+        self.flat.zero_()
+        return self
+
+    def zero_gaps_(self) -> DBuffer:
+        """Zero what belongs to no tensor, which pooled memory leaves undefined."""
+        base = self.plan.owned(self.layout.rank)[0] if self.is_sharded else 0
+        end = base + self.flat.numel()
+        for lo, hi in self.layout.gaps:
+            if max(lo, base) < min(hi, end):
+                self.flat[max(lo, base) - base : min(hi, end) - base].zero_()
+        return self
+
+    def scale_(self, factor: float | Tensor) -> DBuffer:
+        self.flat.mul_(factor)
+        return self
+
+    def add_(self, other: DBuffer, alpha: float = 1.0) -> DBuffer:
+        self._same_layout(other)
+        self.flat.add_(other.flat, alpha=alpha)
+        return self
+
+    def copy_(self, other: DBuffer) -> DBuffer:
+        """Copy, casting to this buffer's dtype."""
+        self._same_layout(other)
+        self.flat.copy_(other.flat)
+        return self
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The vector norm over all tensors together (``norm_type`` > 0), the same 0-d fp32 tensor on every rank.
+
+        Gaps must hold zeros, as those of gradients do.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive (math.inf included), got {norm_type}")
+        local = torch.linalg.vector_norm(self.flat, norm_type, dtype=torch.float32)
+        if not self.is_sharded:
+            return local
+        if math.isinf(norm_type):
+            dist.all_reduce(local, dist.ReduceOp.MAX, group=self.layout.group)
+            return local
+        powers = local.pow(norm_type)
+        dist.all_reduce(powers, group=self.layout.group)
+        return powers.pow(1.0 / norm_type)
+
+    def _same_layout(self, other: DBuffer) -> None:
+        if other.layout is not self.layout:
+            raise ValueError("these DBuffers have different layouts; make one with like() of the other")
+
+    def __repr__(self) -> str:
+        placements = ", ".join(map(str, self.placements))
+        return f"DBuffer({len(self.names)} tensors, {self.layout.ranks} x {self.layout.shard} {self.dtype}, ({placements}))"
+
+
+def _placements(layout: Layout, along_shard_dim: Placement) -> tuple[Placement, ...]:
+    return tuple(along_shard_dim if dim == layout.shard_dim else Replicate() for dim in range(layout.mesh.ndim))
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(1, size)
+    return tuple(reversed(stride))
+
+
+# Keyed by the local tensor object itself: an alias with another shape (`p.detach()`, `p.data`) is not the parameter's
+# view any more, and an attribute on the tensor would travel into checkpoints.
+_HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def buffer_of(tensor: Tensor) -> tuple[DBuffer, int] | None:
+    """The sharded DBuffer and the index in it of which ``tensor`` (a DTensor) is a view; ``None`` for any other
+    tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    home = _HOMES.get(tensor._local_tensor)
+    if home is None:
+        return None
+    buffer = home[0]()
+    return None if buffer is None else (buffer, home[1])

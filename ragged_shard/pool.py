@@ -1,0 +1,147 @@
+"""Memory that is swapped under fixed views, and its ledger.
+
+A tensor's views are made once; between uses its storage holds no memory at all::
+
+    lease = pool.lease(numel, dtype)    a StorageImpl with memory; make the views of lease.tensor now
+    lease.release()                     the block moves to the free list; the views stay valid objects
+    lease.acquire()                     a block moves in, from the free list or newly allocated
+    ... compute, autograd saves views ...
+
+Swapping (``UntypedStorage._swap_data_ptr_``, torch >= 2.12) costs 0.1 us, allocates nothing and bumps no version
+counter, so views that autograd has saved are right again after the next ``acquire``. Older versions resize the storage
+instead: right, but each ``acquire`` allocates. The pool grows only when a schedule holds more leases at once than ever
+before; ``Ledger.grown`` counts that.
+
+Reading a view while its lease is released is an error of the caller that torch does not always catch: whoever owns a
+lease must not hand out its views then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["Lease", "Ledger", "Pool"]
+
+# Blocks are multiples of this, so that buckets of nearly equal size share one.
+_GRANULARITY = 512
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+@dataclass
+class Ledger:
+    """What a pool holds and did, in bytes of memory blocks (rounded up to 512) and counts since the pool was made."""
+
+    held: int = 0
+    in_use: int = 0
+    peak_in_use: int = 0
+    grown: int = 0
+    acquired: int = 0
+    by_label: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class _Block:
+    """A piece of memory without an owner: a storage, and (CUDA) the event after which it may be written."""
+
+    __slots__ = ("event", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.event: torch.Event | None = None
+
+
+class Lease:
+    """A flat tensor of fixed identity whose memory comes and goes. Not usable while released."""
+
+    __slots__ = ("_block", "_pool", "_storage", "held", "label", "nbytes", "tensor")
+
+    def __init__(self, pool: Pool, numel: int, dtype: torch.dtype, label: str) -> None:
+        self._pool = pool
+        self.nbytes = _round_up(numel * dtype.itemsize)
+        self.label = label
+        self._storage = torch.UntypedStorage(0, device=pool.device)
+        self._block: _Block | None = None
+        # Views can be made only while there is memory, so a lease is born held.
+        self.held = False
+        self.acquire()
+        empty = torch.empty(0, dtype=dtype, device=pool.device)
+        self.tensor: Tensor = empty.set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
+
+    def acquire(self) -> bool:
+        """Put memory under the views (undefined contents); ``False`` when it is there already."""
+        if self.held:
+            return False
+        self._pool._acquire(self)
+        self.held = True
+        return True
+
+    def release(self) -> None:
+        """Give the memory back; on CUDA it is reused only after the work that the current stream has been given."""
+        if self.held:
+            self._pool._release(self)
+            self.held = False
+
+
+class Pool:
+    """Blocks of memory of one device, reused by size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ledger = Ledger()
+        self._free: dict[int, list[_Block]] = defaultdict(list)
+
+    def lease(self, numel: int, dtype: torch.dtype, label: str = "") -> Lease:
+        """A flat tensor of ``numel`` elements, holding memory (undefined contents)."""
+        return Lease(self, numel, dtype, label)
+
+    def trim(self) -> None:
+        """Free every block that is not in use."""
+        for nbytes, blocks in self._free.items():
+            self.ledger.held -= nbytes * len(blocks)
+        self._free.clear()
+
+    def _acquire(self, lease: Lease) -> None:
+        ledger = self.ledger
+        ledger.acquired += 1
+        ledger.in_use += lease.nbytes
+        ledger.by_label[lease.label] += lease.nbytes
+        ledger.peak_in_use = max(ledger.peak_in_use, ledger.in_use)
+        if not _CAN_SWAP:
+            lease._storage.resize_(lease.nbytes)
+            ledger.grown += 1
+            return
+        free = self._free[lease.nbytes]
+        if free:
+            block = free.pop()
+            if block.event is not None:
+                torch.accelerator.current_stream(self.device).wait_event(block.event)
+        else:
+            block = _Block(torch.UntypedStorage(lease.nbytes, device=self.device))
+            ledger.held += lease.nbytes
+            ledger.grown += 1
+        lease._storage._swap_data_ptr_(block.storage)
+        lease._block = block
+
+    def _release(self, lease: Lease) -> None:
+        self.ledger.in_use -= lease.nbytes
+        self.ledger.by_label[lease.label] -= lease.nbytes
+        block, lease._block = lease._block, None
+        if block is None:
+            lease._storage.resize_(0)
+            return
+        lease._storage._swap_data_ptr_(block.storage)
+        if self.device.type != "cpu":
+            block.event = torch.accelerator.current_stream(self.device).record_event(block.event)
+        self._free[lease.nbytes].append(block)
+
+
+def _round_up(nbytes: int) -> int:
+    return max(_GRANULARITY, -(-nbytes // _GRANULARITY) * _GRANULARITY)
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
