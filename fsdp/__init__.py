@@ -2,7 +2,10 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp.clip import clip_grad_norm_
+from fsdp.fully_shard import fully_shard
+from fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from fsdp.report import memory_report
 from ragged_shard.block import Block
 from ragged_shard.policy import ParamPolicy
 
@@ -14,7 +17,9 @@ __all__ = [
     "OffloadPolicy",
     "ParamPolicy",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
+    "memory_report",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

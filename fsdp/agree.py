@@ -67,7 +67,7 @@ def _first_difference(marks: list[str]) -> str:
         lines = mark.removeprefix("agreed ").split("\n")
         for ours, theirs in zip(first, lines, strict=False):
             if ours != theirs:
-                return f"rank 0 has {ours!r}, rank {rank} has {theirs!r}; give every rank the same model, policy and dtypes"
+                return f"rank 0 has {ours!r}, rank {rank} has {theirs!r}; give every rank the same model and policy"
         if len(lines) != len(first):
             return f"rank 0 has {len(first)} entries, rank {rank} has {len(lines)}; give every rank the same model"
     raise AssertionError("unreachable: the marks differ")

@@ -157,7 +157,7 @@ class Bucket:
         if self.pool is None:
             self.pool, self.streams = pool, streams
 
-    # -- parameters
+    # -- parameters --
     # -----------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -214,7 +214,7 @@ class Bucket:
         self.is_unsharded = False
         self.pinned = False
 
-    # -- gradients
+    # -- gradients --
     # ------------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self) -> None:
@@ -388,7 +388,7 @@ class Bucket:
                 parameter.full.grad = None
         self.leave_backward(None)
 
-    # -- moving
+    # -- moving --
     # -----------------------------------------------------------------------------------------------------------
 
     def rehome(self) -> None:
@@ -402,8 +402,8 @@ class Bucket:
             dtypes, devices = {t.dtype for t in locals_}, {t.device for t in locals_}
             if len(dtypes) > 1 or len(devices) > 1:
                 raise RuntimeError(
-                    f"the parameters {', '.join(p.name for p in buffer.parameters)} of {self.name!r} share one flat buffer "
-                    f"but now have dtypes {dtypes} and devices {devices}; convert them together"
+                    f"the parameters {', '.join(p.name for p in buffer.parameters)} of {self.name!r} share one flat "
+                    f"buffer but now have dtypes {dtypes} and devices {devices}; convert them together"
                 )
             params = DBuffer.sharded(buffer.layout, dtypes.pop(), devices.pop())
             with torch.no_grad():

@@ -11,10 +11,9 @@ See arXiv 2602.22437 (veScale-FSDP) for the design and torch's documentation of 
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,32 +28,52 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fsdp.agree import agree
 from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
 from fsdp.hooks import State, state_of
+from fsdp.module import FSDPModule, fsdp_class
 from ragged_shard.dbuffer import DBuffer, Layout
 from ragged_shard.planner import BucketPlan, TensorSpec, plan_bucket
 from ragged_shard.policy import OrigParamPolicy, apply_policy
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["fully_shard"]
 
 # Chunks of 128 bytes keep every rank's slot aligned for vector loads and for NCCL.
 ALIGNMENT_BYTES = 128
 
-M = TypeVar("M", bound=nn.Module)
+_FULL_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
 @overload
-def fully_shard(module: M, **options: Any) -> M: ...
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    orig_param_policy: OrigParamPolicy | None = ...,
+) -> FSDPModule: ...
 @overload
-def fully_shard(module: Sequence[nn.Module], **options: Any) -> list[nn.Module]: ...
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    orig_param_policy: OrigParamPolicy | None = ...,
+) -> list[FSDPModule]: ...
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     orig_param_policy: OrigParamPolicy | None = None,
-) -> nn.Module | list[nn.Module]:
+) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` (or of a list of modules, as one bucket) that no earlier call has sharded.
 
     Call it bottom-up, on each block and on the whole model last. Afterwards ``module.parameters()`` are DTensors with a
@@ -106,8 +124,9 @@ def fully_shard(
     _move_buffers(modules, device)
     State(modules, bucket, device, mp_policy, cast("bool | None", reshard_after_forward))
     for m in modules:
-        m.__class__ = _fsdp_class(type(m))
-    return module if isinstance(module, nn.Module) else cast("list[nn.Module]", module)
+        m.__class__ = fsdp_class(cast(Any, type(m)))
+    sharded = cast("list[FSDPModule]", modules)
+    return sharded[0] if isinstance(module, nn.Module) else sharded
 
 
 def _default_mesh() -> DeviceMesh:
@@ -138,26 +157,26 @@ def _validate(
             raise TypeError(f"fully_shard takes a module or a list of modules, got {module!r}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard cannot hook a {type(module).__name__}, which has no forward; call it on each of its modules, "
-                f"or pass them as a list"
+                f"fully_shard cannot hook a {type(module).__name__}, which has no forward; call it on each of its "
+                f"modules, or pass them as a list"
             )
         if isinstance(module, TorchFSDPModule):
             raise ValueError(
                 f"{type(module).__name__} was sharded before (parameters: "
-                f"{', '.join(n for n, _ in list(module.named_parameters())[:3])}, ...); call fully_shard once per module, "
-                f"bottom-up"
+                f"{', '.join(n for n, _ in list(module.named_parameters())[:3])}, ...); call fully_shard once per "
+                f"module, bottom-up"
             )
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard takes a mesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim} dimensions: {mesh}; "
-            f"pass the data-parallel part, such as mesh['dp']"
+            f"fully_shard takes a mesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim} "
+            f"dimensions: {mesh}; pass the data-parallel part, such as mesh['dp']"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in {mesh}; pass a mesh of which every calling rank is a part")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not implemented; use True, False "
-            f"or None"
+            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not implemented; use "
+            f"True, False or None"
         )
     if isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu":
         raise NotImplementedError("CPUOffloadPolicy is not implemented for accelerators; leave offload_policy out")
@@ -200,13 +219,14 @@ def _parameters(
 def _inspect(name: str, parameter: nn.Parameter, policy: OrigParamPolicy | None) -> _Found:
     if (owner := _superseded.get(parameter)) is not None:
         raise ValueError(
-            f"parameter {name!r} is tied to {owner!r}, which an earlier fully_shard call has sharded; parameters that share "
-            f"memory must lie in one bucket: leave that module to the call on their common parent, or pass both in one list"
+            f"parameter {name!r} is tied to {owner!r}, which an earlier fully_shard call has sharded; parameters that "
+            f"share memory must lie in one bucket: leave that module to the call on their common parent, or pass both "
+            f"modules in one list"
         )
     if isinstance(parameter, DTensor):
         raise ValueError(
-            f"parameter {name!r} is a DTensor with placements {parameter.placements} on {parameter.device_mesh}; only plain "
-            f"parameters can be sharded"
+            f"parameter {name!r} is a DTensor with placements {parameter.placements} on {parameter.device_mesh}; only "
+            f"plain parameters can be sharded"
         )
     answer = apply_policy(policy, name, parameter)
     block = 1 if answer.block is None else answer.block.numel(parameter.shape)
@@ -293,221 +313,11 @@ def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             if (name := _superseded.get(parameter)) is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} was built before fully_shard: it still holds the unsharded parameter {name!r}, "
-                    f"which the model does not use any more. Build the optimizer after fully_shard, from model.parameters()"
+                    f"{type(optimizer).__name__} was built before fully_shard: it still holds the unsharded parameter "
+                    f"{name!r}, which the model does not use any more. Build the optimizer after fully_shard, from "
+                    f"model.parameters()"
                 )
     _checked[optimizer] = count
 
 
 register_optimizer_step_pre_hook(_refuse_superseded)
-
-
-# -- the module class
-# ---------------------------------------------------------------------------------------------------------
-
-
-class UnshardHandle(TorchUnshardHandle):
-    """What ``module.unshard(async_op=True)`` returns."""
-
-    def __init__(self, bucket: Bucket | None) -> None:
-        self._bucket = bucket
-
-    def wait(self) -> None:
-        """Wait until the module's parameters are the gathered ones."""
-        if self._bucket is not None:
-            self._bucket.wait_unshard()
-            self._bucket = None
-
-
-class FSDPModule(TorchFSDPModule):
-    """The class that ``fully_shard`` mixes into a module's own; torch's methods with torch's semantics.
-
-    A subclass of torch's FSDPModule, so that ``isinstance`` checks elsewhere hold.
-    """
-
-    # FSDP<Original>, this class, torch's class, Original: where `__new__` of torch's class finds the original one.
-    _orig_cls_mro_index = 3
-
-    def _get_fsdp_state(self) -> State:  # type: ignore[override]
-        state = state_of(cast(nn.Module, self))
-        if state is None:
-            raise RuntimeError(f"{type(self).__name__} was not passed to fully_shard itself; was it copied?")
-        return state
-
-    def _states(self, recurse: bool) -> list[State]:
-        if not recurse:
-            return [self._get_fsdp_state()]
-        found: dict[int, State] = {}
-        for module in cast(nn.Module, self).modules():
-            if (state := state_of(module)) is not None:
-                found[id(state)] = state
-        return list(found.values())
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters (not its children's). ``async_op``: return a handle to wait on."""
-        state = self._get_fsdp_state()
-        if state.schedule is None:
-            state.bind_alone()
-        bucket = state.bucket
-        bucket.unshard()
-        bucket.pinned = True
-        handle = UnshardHandle(bucket)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free this module's gathered parameters (not its children's) and register the sharded ones."""
-        self._get_fsdp_state().bucket.reshard()
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: back to the resting state. The next root forward does it by
-        itself.
-
-        Unreduced gradients of the failed iteration are lost. Raises ``RuntimeError`` on a module that is not the root.
-        """
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root module, the one that ran forward first")
-        if state.schedule is not None:
-            state.schedule.reset()
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility: every backward ends with its gradients reduced and published."""
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """``False``: accumulate unreduced gradients, in the reduction dtype, without communication."""
-        for state in self._states(recurse):
-            state.bucket.requires_gradient_sync = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``fully_shard``'s argument; ``True`` or ``False`` (``ValueError`` for anything else)."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
-        for state in self._states(recurse):
-            state.reshard_after_forward = reshard_after_forward
-            state.bucket.keeps_unsharded = not reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """``False``: keep the gathered parameters after backward, for accumulation without gathering again."""
-        for state in self._states(recurse):
-            state.bucket.reshard_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Gather these modules' parameters as soon as this one's are there, instead of the next in last iteration's
-        order.
-        """
-        self._get_fsdp_state().forward_prefetch = _states_of(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """The same in backward."""
-        self._get_fsdp_state().backward_prefetch = _states_of(modules)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """``False``: backward does not need this module's own parameters (an embedding's), do not gather them for
-        it.
-        """
-        self._get_fsdp_state().bucket.unshard_in_backward = unshard_in_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of ranks. Works on gloo too."""
-        if not factor > 0:
-            raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
-        self._get_fsdp_state().bucket.divide_factor = float(factor)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """torch's older name of ``set_gradient_divide_factor``."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: gradients are always summed and then divided."""
-
-    def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
-        """Accepted for compatibility: parameters that some ranks did not use are always reduced."""
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``module.to(...)``, ``to_empty``, ``half`` and the like: on the shards, which then go back into flat
-        buffers.
-        """
-        self.reshard()
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self._get_fsdp_state().bucket.rehome()
-        return result
-
-
-def _unsupported(name: str, why: str) -> Callable[..., None]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name}: {why}")
-
-    method.__name__ = name
-    method.__doc__ = f"Not available: {why}."
-    return method
-
-
-for _name, _why in {
-    "set_requires_all_reduce": "gradients of replicas are reduced in every backward that reduces; use set_requires_gradient_sync",
-    "set_all_reduce_hook": "there is no hook between the two reductions of HSDP",
-    "set_custom_all_gather": "parameters are gathered in place; the collective is chosen in ragged_shard.collectives",
-    "set_custom_reduce_scatter": "gradients are reduced in place; the collective is chosen in ragged_shard.collectives",
-    "set_allocate_memory_from_process_group_for_comm": "communication buffers come from ragged_shard.pool",
-    "set_symm_mem_for_comm": "communication buffers come from ragged_shard.pool",
-    "set_reduce_scatter_max_input_buffers": "one reduction is in flight at a time",
-    "set_separate_reduce_scatter_group": "gathers and reductions share the mesh's group",
-    "set_post_optim_event": "gathers wait for the stream that is current when the root's forward begins",
-    "_set_unshard_async_op": "gathers are always asynchronous",
-}.items():
-    setattr(FSDPModule, _name, _unsupported(_name, _why))
-
-
-def _states_of(modules: Iterable[TorchFSDPModule]) -> list[State]:
-    states = []
-    for module in modules:
-        state = state_of(cast(nn.Module, module))
-        if state is None:
-            raise ValueError(f"expected modules that were passed to fully_shard, got {type(module).__name__}")
-        states.append(state)
-    return states
-
-
-@functools.cache
-def _fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(
-        f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__}
-    )
-
-
-def _refuse_deepcopy(self: nn.Module, memo: object) -> None:
-    raise RuntimeError(
-        f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the module before "
-        f"fully_shard, or copy its state_dict(), whose tensors are shards"
-    )
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat ``module.method_name`` as a forward: gather before it, free after it. No effect on other modules, as
-    torch's.
-    """
-    state = state_of(module)
-    if state is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    original = getattr(module, method_name)
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.pre_forward(module, args, kwargs)
-        return state.post_forward(module, args, kwargs, original(*args, **kwargs))
-
-    setattr(module, method_name, method)
-
-
-def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several roots (pipeline stages) share streams and buffer memory. Call it before their first forward."""
-    states = _states_of(modules)
-    if not states:
-        return
-    first = states[0].lazy_init()
-    for state in states[1:]:
-        state.share(first)

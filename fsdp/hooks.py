@@ -77,7 +77,7 @@ class State:
     def _show_sharded(self, *_: Any, **__: Any) -> None:
         self.bucket.reshard()
 
-    # -- root
+    # -- root --
     # -------------------------------------------------------------------------------------------------------------
 
     def lazy_init(self) -> Schedule:
@@ -86,8 +86,9 @@ class State:
             return self.schedule
         if len(self.modules) > 1:
             raise RuntimeError(
-                "the first forward of a model must go through one root module, but it went through a list that was passed to "
-                f"fully_shard together ({', '.join(type(m).__name__ for m in self.modules)}); call fully_shard on the whole model last"
+                "the first forward of a model must go through one root module, but it went through a list that was "
+                f"passed to fully_shard together ({', '.join(type(m).__name__ for m in self.modules)}); call "
+                f"fully_shard on the whole model last"
             )
         return self._become_root(Schedule(self.device))
 
@@ -110,8 +111,8 @@ class State:
                 continue
             if state.is_root:
                 raise RuntimeError(
-                    f"{name or type(module).__name__} ran forward before the model that contains it, and so became a root of its "
-                    f"own; run the first forward through the outermost fully_shard module"
+                    f"{name or type(module).__name__} ran forward before the model that contains it, and so became a "
+                    f"root of its own; run the first forward through the outermost fully_shard module"
                 )
             state.schedule = self.schedule
             state.is_root = False
@@ -121,7 +122,7 @@ class State:
         self.schedule.add(self.bucket)
         return self.schedule
 
-    # -- forward
+    # -- forward --
     # ----------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -201,7 +202,7 @@ class State:
                 tensor.register_hook(functools.partial(self._left, call))
         return call, nodes
 
-    # -- backward
+    # -- backward --
     # ---------------------------------------------------------------------------------------------------------
 
     def _entered(self, call: int, inputs: list[Node], _: Tensor) -> None:
@@ -226,7 +227,7 @@ class State:
             assert self.schedule is not None
             self.schedule.maybe_reshard(self.bucket)
 
-    # -- precision
+    # -- precision --
     # --------------------------------------------------------------------------------------------------------
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ sequence of collectives:
 
 from __future__ import annotations
 
-
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
@@ -48,7 +47,7 @@ class Schedule:
             self.buckets.append(bucket)
             bucket.bind(self.pool, self.streams)
 
-    # -- forward
+    # -- forward --
     # ----------------------------------------------------------------------------------------------------------
 
     def enter_forward(self, root: object) -> bool:
@@ -101,13 +100,13 @@ class Schedule:
         """Whether ``bucket`` was the last to begin its forward in the last iteration: backward starts with it."""
         return bool(self._last_sequence) and self._last_sequence[-1] is bucket
 
-    # -- backward
+    # -- backward --
     # ---------------------------------------------------------------------------------------------------------
 
     def queue_end_of_backward(self) -> None:
         if not self._callback_queued:
             self._callback_queued = True
-            Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
         """Unshard ``bucket`` again and start on the one whose backward comes next."""
@@ -185,7 +184,7 @@ class Schedule:
                 answer[bucket] = [bool(next(flags)) for _ in bucket.parameters]
         return answer
 
-    # -- failure
+    # -- failure --
     # ----------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:

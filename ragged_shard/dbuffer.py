@@ -245,13 +245,13 @@ class DBuffer:
         local = self.views[index].view(self.views[index].shape)
         _HOMES[local] = (weakref.ref(self), index)
         spec = DTensorSpec(self.mesh, self.layout.placements[index], tensor_meta=meta)
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, spec, requires_grad=False)
 
     def like(self, dtype: torch.dtype | None = None) -> DBuffer:
         """A new, zeroed, sharded DBuffer of the same layout (optimizer states, gradients)."""
         return DBuffer.sharded(self.layout, dtype or self.dtype, self.device)
 
-    # -- memory
+    # -- memory --
     # ---------------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
@@ -263,7 +263,7 @@ class DBuffer:
         if self.lease is not None:
             self.lease.release()
 
-    # -- collectives
+    # -- collectives --
     # ----------------------------------------------------------------------------------------------------
 
     def all_gather(self, out: DBuffer) -> Pending:
@@ -314,7 +314,7 @@ class DBuffer:
         work = dist.all_reduce(self.flat, group=self.mesh.get_group(mesh_dim), async_op=True)
         return Pending([work])
 
-    # -- one operation for all tensors
+    # -- one operation for all tensors --
     # ----------------------------------------------------------------------------------
 
     def zero_(self) -> DBuffer:
@@ -352,7 +352,7 @@ class DBuffer:
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive (math.inf included), got {norm_type}")
-        local = torch.linalg.vector_norm(self.flat, norm_type, dtype=torch.float32)
+        local: Tensor = torch.linalg.vector_norm(self.flat, norm_type, dtype=torch.float32)
         if not self.is_sharded:
             return local
         if math.isinf(norm_type):
@@ -368,7 +368,8 @@ class DBuffer:
 
     def __repr__(self) -> str:
         placements = ", ".join(map(str, self.placements))
-        return f"DBuffer({len(self.names)} tensors, {self.layout.ranks} x {self.layout.shard} {self.dtype}, ({placements}))"
+        size = f"{self.layout.ranks} x {self.layout.shard} {self.dtype}"
+        return f"DBuffer({len(self.names)} tensors, {size}, ({placements}))"
 
 
 def _placements(layout: Layout, along_shard_dim: Placement) -> tuple[Placement, ...]:

@@ -122,7 +122,7 @@ class Pool:
             block = _Block(torch.UntypedStorage(lease.nbytes, device=self.device))
             ledger.held += lease.nbytes
             ledger.grown += 1
-        lease._storage._swap_data_ptr_(block.storage)
+        _swap(lease._storage, block.storage)
         lease._block = block
 
     def _release(self, lease: Lease) -> None:
@@ -132,10 +132,14 @@ class Pool:
         if block is None:
             lease._storage.resize_(0)
             return
-        lease._storage._swap_data_ptr_(block.storage)
+        _swap(lease._storage, block.storage)
         if self.device.type != "cpu":
             block.event = torch.accelerator.current_stream(self.device).record_event(block.event)
         self._free[lease.nbytes].append(block)
+
+
+def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # not in the stubs of every version
 
 
 def _round_up(nbytes: int) -> int:
