@@ -38,26 +38,26 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.query, self.key, self.value, self.out = (
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(config.width, config.width, bias=False) for _ in range(4)
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
-            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(config.width, config.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(config.hidden, config.width, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(config.width, config.hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 fan_in = parameter.shape[0] if name.startswith("embedding") else parameter.shape[1]
-                depth = 2 * self.config.layers if name.endswith(("attention.out.weight", "mlp.down.weight")) else 1
+                depth = 2 * self.config.layers if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 if "embedding" in name else (fan_in * depth) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:

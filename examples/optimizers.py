@@ -1,4 +1,4 @@
-"""Every optimizer that the library offers, and torch's AdamW to compare with."""
+"""The optimizers of the library as the command line names them, and torch's AdamW to compare with."""
 
 from __future__ import annotations
 
@@ -8,20 +8,38 @@ from typing import Any
 import torch
 from torch import nn
 
+import ragged_optim
+from ragged_optim import policies
+
 BETAS = (0.9, 0.95)
-# What --optimizer takes: a learning rate that suits the small models here (of the hidden matrices).
+# What --optimizer takes, and a learning rate (of the hidden matrices) that suits the small models here.
 LEARNING_RATES = {
     "adamw": 3e-3,
-    "muon": 1e-2,
+    "adam": 3e-3,
+    "muon": 2e-2,
     "torch-adamw": 3e-3,  # torch.optim.AdamW
 }
 
 
 def policy(args: argparse.Namespace) -> Any:
-    return None
+    """Who updates which parameter, and what no rank boundary may cut; for `fully_shard` and for the optimizer."""
+    return policies.muon() if args.optimizer == "muon" else None
 
 
 def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     if args.optimizer == "torch-adamw":
         return torch.optim.AdamW(model.parameters(), args.lr, BETAS, weight_decay=args.weight_decay)
-    raise NotImplementedError
+    named = list(model.named_parameters())
+    if args.optimizer == "muon":
+        return ragged_optim.Muon(
+            named,
+            args.lr,
+            args.weight_decay,
+            ns_dtype=getattr(torch, args.ns_dtype),
+            adamw_lr=args.aux_lr,
+            adamw_betas=BETAS,
+            adamw_weight_decay=args.weight_decay,
+            orig_param_policy=policy(args),
+        )
+    kind = {"adamw": ragged_optim.AdamW, "adam": ragged_optim.Adam}[args.optimizer]
+    return kind(named, args.lr, BETAS, weight_decay=args.weight_decay)

@@ -14,10 +14,7 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,6 +27,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import checkpoint
 import corpus
+import launch
 import optimizers
 import plots
 import torch
@@ -318,6 +316,8 @@ class Trainer:
 
 def worker(args: argparse.Namespace) -> int:
     """One process of the run; its place in the world stands in the environment, as torchrun puts it there."""
+    if launch.STORE in os.environ:
+        launch.end_with_parent()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -329,7 +329,7 @@ def worker(args: argparse.Namespace) -> int:
         # Gloo is there on CUDA too: checkpoints coordinate over it.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, os.environ.get("RUN_STORE"), rank=int(os.environ["RANK"]), world_size=args.world_size
+            backend, os.environ.get(launch.STORE), rank=int(os.environ["RANK"]), world_size=args.world_size
         )
     text = check(args)
     if dist.is_initialized():
@@ -340,7 +340,7 @@ def worker(args: argparse.Namespace) -> int:
         trainer.stop = True
 
     signal.signal(signal.SIGTERM, ask_to_stop)
-    if "RUN_STORE" not in os.environ:
+    if launch.STORE not in os.environ:
         signal.signal(signal.SIGINT, ask_to_stop)
     status = trainer.run()
     if dist.is_initialized():
@@ -349,57 +349,13 @@ def worker(args: argparse.Namespace) -> int:
     return status
 
 
-def launch(argv: list[str], world_size: int) -> int:
-    """Start the ranks as processes of this machine and wait for them; a signal to stop goes on to each of them once."""
-    with tempfile.TemporaryDirectory(prefix="train-") as folder:
-        ranks = []
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # in the ranks; a terminal sends it to them too
-        for rank in range(world_size):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "RUN_STORE": f"file://{folder}/store"}
-            environment = os.environ | {key: str(value) for key, value in place.items()}
-            ranks.append(subprocess.Popen([sys.executable, __file__, *argv], env=environment, stdin=subprocess.PIPE))
-
-        def forward(number: int, frame: Any) -> None:
-            for process in ranks:
-                process.send_signal(signal.SIGTERM)
-            for known in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(known, end)
-
-        def end(number: int, frame: Any) -> None:
-            for process in ranks:
-                process.kill()
-
-        for known in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(known, forward)
-        status = 0
-        while not status and any(process.poll() is None for process in ranks):
-            time.sleep(0.05)
-            status = next((process.returncode for process in ranks if process.returncode), 0)
-        grace = (
-            time.monotonic() + 10.0
-        )  # the others then fail, or stop, by themselves; else a lost rank would keep them
-        while any(process.poll() is None for process in ranks) and time.monotonic() < grace:
-            time.sleep(0.05)
-        end(0, None)
-        for process in ranks:
-            process.wait()
-        status = status or next((process.returncode for process in ranks if process.returncode), 0)
-        return status if status >= 0 else 128 - status
-
-
-def end_with_parent() -> None:
-    """End this rank when the process that started it is gone: its pipe to us closes."""
-    os.read(0, 1)
-    os._exit(1)
-
-
 def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         if "RANK" not in os.environ:
             check(args)
             if args.sharding != "none":
-                return launch(argv, args.world_size)
+                return launch.run([__file__, *argv], args.world_size)
         return worker(args)
     except (UserError, corpus.CorpusError, checkpoint.CheckpointError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
@@ -407,6 +363,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "RUN_STORE" in os.environ:
-        threading.Thread(target=end_with_parent, daemon=True).start()
     sys.exit(main(sys.argv[1:]))
