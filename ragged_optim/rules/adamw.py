@@ -5,13 +5,13 @@
     p -= lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
 Elementwise, so it runs on whatever lies here: all local tensors in one call of torch's fused kernel, or the flat
-shard of a bucket at once. The fused CPU kernel rounds an element alike wherever a tensor is cut, which keeps
-world-size invariance.
+shard of a bucket at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -62,21 +62,21 @@ class AdamWRule(ElementwiseRule):
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         beta1, beta2 = betas_of(group)
         for chosen in _by_device_and_dtype(works):
-            kernel(
-                [works[i] for i in chosen],
-                [grads[i] for i in chosen],
-                [moments["exp_avg"][i] for i in chosen],
-                [moments["exp_avg_sq"][i] for i in chosen],
-                [moments["max_exp_avg_sq"][i] for i in chosen] if group["amsgrad"] else [],
-                [steps[i] for i in chosen],
-                lr=learning_rate(group),
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=float(group["weight_decay"]),
-                eps=float(group["eps"]),
-                amsgrad=bool(group["amsgrad"]),
-                maximize=False,  # the optimizer has negated the gradients
-            )
+            columns = [[works[i] for i in chosen], [grads[i] for i in chosen]]
+            columns += [[values[i] for i in chosen] for values in moments.values()]
+            with whole_vectors(columns) as (pieces, owner):
+                kernel(
+                    *pieces[:4],
+                    pieces[4] if group["amsgrad"] else [],
+                    [steps[chosen[i]] for i in owner],
+                    lr=learning_rate(group),
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=float(group["weight_decay"]),
+                    eps=float(group["eps"]),
+                    amsgrad=bool(group["amsgrad"]),
+                    maximize=False,  # the optimizer has negated the gradients
+                )
         for param, work in zip(params, works, strict=True):
             if work is not param:
                 param.copy_(work)
@@ -101,6 +101,38 @@ def _like(tensor: Tensor, pattern: Tensor) -> Tensor:
     if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
         return tensor
     return torch.empty_like(pattern).copy_(tensor)
+
+
+@contextmanager
+def whole_vectors(columns: list[list[Tensor]]) -> Iterator[tuple[list[list[Tensor]], list[int]]]:
+    """The same elements in pieces that fill vector registers; yields (columns of pieces, the row each piece came from).
+
+    torch's fused CPU kernels round the scalar tail of a tensor (its last numel mod 16 elements in fp32) differently
+    from the vector body, so a result would depend on where a tensor is cut. The tails are therefore worked on in
+    padded copies. ``columns``: lists of tensors of one dtype and device; tensors of one row have the same strides and
+    leave no holes.
+    """
+    if columns[0][0].device.type != "cpu":
+        yield columns, list(range(len(columns[0])))
+        return
+    lanes = 64 // columns[0][0].element_size()
+    flat = [[t if t.ndim == 1 else t.as_strided((t.numel(),), (1,)) for t in column] for column in columns]
+    bodies = [i for i, t in enumerate(flat[0]) if t.numel() >= lanes]
+    ragged = [i for i, t in enumerate(flat[0]) if t.numel() % lanes]
+    pieces, places, tails = [], [], []
+    for column in flat:
+        padded = column[0].new_zeros(len(ragged), lanes)
+        tail = [column[i][column[i].numel() // lanes * lanes :] for i in ragged]
+        place = [row[: t.numel()] for row, t in zip(padded, tail, strict=True)]
+        if tail:
+            torch._foreach_copy_(place, tail)
+        whole = [t if t.numel() % lanes == 0 else t[: t.numel() // lanes * lanes] for t in (column[i] for i in bodies)]
+        pieces.append([*whole, *padded])
+        places += place
+        tails += tail
+    yield pieces, [*bodies, *ragged]
+    if tails:
+        torch._foreach_copy_(tails, places)
 
 
 def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:

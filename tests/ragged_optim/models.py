@@ -1,0 +1,103 @@
+"""What the optimizer tests share: parameters of odd shapes, gradients that do not depend on the world, and ways to shard them.
+
+A case is a list of shapes and a seed; every rank makes the same full tensors and takes its shard of them, so any layout
+must end with the same full parameters and states, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests import cluster
+
+
+def full(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator).to(dtype)
+
+
+def ragged_units(numel: int, world: int, seed: int, row: int = 1) -> tuple[int, ...]:
+    """Elements per rank: random cuts at multiples of ``row`` (or the end), ranks may be empty."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = -(-numel // row)
+    cuts = sorted(int(x) for x in torch.randint(0, blocks + 1, (world - 1,), generator=generator))
+    edges = [0, *(min(numel, cut * row) for cut in cuts), numel]
+    return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+
+
+def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
+    """``tensor`` (the same on every rank) as ``layout`` has it: plain, shard0, shard1, replicate or ragged; on the last mesh dim."""
+    from torch.distributed.tensor import Replicate
+
+    if layout == "plain":
+        return tensor.clone()
+    world = mesh.size(mesh.ndim - 1)
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    if layout.startswith("shard"):
+        placements[-1] = Shard(int(layout[5:])) if tensor.ndim > int(layout[5:]) else Shard(0)
+    elif layout.startswith("ragged"):
+        from ragged_shard.placement import RaggedShard
+
+        row = int(layout[6:] or 1)
+        if tensor.numel() == 0:
+            placements[-1] = RaggedShard.one_hot(seed % world, world, dims=(0,))
+        else:
+            units = ragged_units(tensor.numel(), world, seed, row)
+            placements[-1] = RaggedShard(tuple(range(tensor.ndim)), units)
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def digest(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[
+        :16
+    ] + str(tensor.dtype)
+
+
+def train(
+    make: Callable[..., torch.optim.Optimizer],
+    shapes: Sequence[tuple[int, ...]],
+    layout: str = "plain",
+    mesh_shape: tuple[int, ...] | None = None,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    lacking: Sequence[tuple[int, int]] = (),
+    **options: Any,
+) -> dict[str, list[str]]:
+    """Digests of each full parameter and its full states after ``steps`` steps. ``lacking``: (step, parameter) without a gradient."""
+    mesh = None
+    if layout != "plain":
+        mesh = cluster.mesh(mesh_shape or (dist.get_world_size(),))
+    params = [
+        torch.nn.Parameter(shard(full(shape, seed + i, dtype), layout, mesh, seed + 31 * i))
+        for i, shape in enumerate(shapes)
+    ]
+    optimizer = make([(f"layer.{i}.weight", p) for i, p in enumerate(params)], **options)
+    for step in range(steps):
+        for i, (param, shape) in enumerate(zip(params, shapes, strict=True)):
+            if (step, i) in lacking:
+                param.grad = None
+                continue
+            grad = full(shape, 1000 + 100 * step + i + seed, dtype)
+            param.grad = shard(grad, layout, mesh, seed + 31 * i)
+        optimizer.step()
+    result = {}
+    for (name, param), group in (
+        ((f"layer.{i}.weight", p), g)
+        for i, p in enumerate(params)
+        for g in optimizer.param_groups
+        if any(p is q for q in g["params"])
+    ):
+        states = sorted(optimizer.state[param].items())
+        result[name] = [digest(param), *(f"{key}:{digest(value)}" for key, value in states)]
+    return result
