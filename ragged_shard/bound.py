@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
@@ -188,32 +188,41 @@ def problems(specs: Iterable[TensorSpec], alignment_bytes: int = 128) -> list[Pr
         kinds = by_itemsize.setdefault(spec.itemsize, {})
         if spec.numel:
             kinds.setdefault((spec.numel, spec.block), []).append(spec.name)
-    return [_problem(size, kinds, alignment_bytes) for size, kinds in sorted(by_itemsize.items())]
+    found = []
+    for itemsize, raw in sorted(by_itemsize.items()):
+        if alignment_bytes < 1 or alignment_bytes % itemsize:
+            raise ValueError(
+                f"alignment_bytes={alignment_bytes} is no positive multiple of the element size, {itemsize} bytes; "
+                f"use a multiple such as {max(1, 128 // itemsize) * itemsize}"
+            )
+        alignment = alignment_bytes // itemsize
+        start = vector_elements(itemsize, alignment)
+        # If numels are multiples of the start alignment, and blocks are multiples or divisors of it, then rounding
+        # every start of any layout down to a multiple keeps it valid: aligned starts cost nothing.
+        if any(numel % start or (block % start and start % block) for numel, block in raw):
+            start = 1
+        found.append(rounded(itemsize, alignment, start, raw))
+    return found
 
 
-def _problem(itemsize: int, raw: dict[tuple[int, int], list[str]], alignment_bytes: int) -> Problem:
-    if alignment_bytes < 1 or alignment_bytes % itemsize:
-        raise ValueError(
-            f"alignment_bytes={alignment_bytes} is no positive multiple of the element size, {itemsize} bytes; "
-            f"use a multiple such as {max(1, 128 // itemsize) * itemsize}"
-        )
-    alignment = alignment_bytes // itemsize
-    start = math.gcd(alignment, VECTOR_BYTES // itemsize) if VECTOR_BYTES % itemsize == 0 else 1
-    # If numels are multiples of the start alignment, and blocks are multiples or divisors of it, then rounding
-    # every start of any layout down to a multiple keeps it valid: starts are free.
-    if any(numel % start or (block % start and start % block) for numel, block in raw):
-        start = 1
+def vector_elements(itemsize: int, alignment: int) -> int:
+    """Elements that starts should be multiples of, given that shards are multiples of ``alignment``."""
+    return math.gcd(alignment, VECTOR_BYTES // itemsize) if VECTOR_BYTES % itemsize == 0 else 1
+
+
+def rounded(itemsize: int, alignment: int, start: int, raw: Mapping[tuple[int, int], Sequence[str]]) -> Problem:
+    """The problem with all starts at multiples of ``start``. ``raw``: (numel, block) -> names."""
     merged: dict[Kind, list[str]] = {}
     for (numel, block), names in raw.items():
-        kind = Kind(numel, min(numel, math.lcm(block, start)), 0)
-        merged.setdefault(kind, []).extend(names)
+        size = round_up(numel, start)
+        merged.setdefault(Kind(size, min(size, math.lcm(block, start)), 0), []).extend(names)
     ordered = sorted(merged.items(), reverse=True)
     return Problem(
         itemsize,
         alignment,
         start,
         tuple(kind._replace(copies=len(names)) for kind, names in ordered),
-        tuple(tuple(sorted(names, key=natural)) for _, names in ordered),
+        tuple(tuple(names if len(names) == 1 else sorted(names, key=natural)) for _, names in ordered),
     )
 
 

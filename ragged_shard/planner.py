@@ -19,18 +19,31 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from ragged_shard.bound import Problem, lower_bound, problems
-from ragged_shard.packing import Layout, search
+from ragged_shard.bound import (
+    Kind,
+    Problem,
+    lower_bound,
+    natural,
+    problems,
+    round_up,
+    rounded,
+    targets,
+    vector_elements,
+)
+from ragged_shard.packing import PAPER_TENSORS, Layout, fit, paper_search, search
 
 __all__ = ["BucketPlan", "BufferPlan", "TensorSpec", "lower_bound", "plan_bucket", "plan_model", "validate"]
 
 Method = Literal["ours", "paper"]
+
+SPLITS_PLANNED = 6  # groupings of blocks that are planned, for each number of buffers
+SPLIT_WORK_LIMIT = 20_000  # steps of the search for one buffer of several
 
 
 @dataclass(frozen=True)
@@ -350,16 +363,23 @@ def plan_bucket(
     repeated name.
     """
     check_parameters(specs, world_size, max_buffers, min_saving, method)
-    buffers, bounds = [], []
+    sizes = {spec.name: (spec.numel, spec.block) for spec in specs}
     empty: dict[int, list[str]] = {}
     for spec in specs:
         if not spec.numel:
             empty.setdefault(spec.itemsize, []).append(spec.name)
-    sizes = {spec.name: (spec.numel, spec.block) for spec in specs}
+    buffers: list[BufferPlan] = []
+    bounds: list[int] = []
+    reasons: list[str] = []
     for problem in problems(specs, alignment_bytes):
-        layout = search(problem.kinds, world_size, problem.alignment)
-        buffers.append(build(problem, layout, world_size, sizes, sorted(empty.get(problem.itemsize, ()))))
-        bounds.append(layout.target.shard)
+        parts = [(problem, one_buffer(problem, world_size, method))]
+        if method == "ours":
+            parts = split(problem, world_size, parts[0][1], max_buffers, min_saving)
+        for part, layout in parts:
+            at_zero = sorted(empty.pop(problem.itemsize, ()))
+            buffers.append(build(*more_aligned(part, layout, world_size, sizes), world_size, sizes, at_zero))
+            bounds.append(layout.lower_bound)
+            reasons.extend(why(part, layout, world_size))
     return BucketPlan(
         world_size=world_size,
         buffers=tuple(buffers),
@@ -367,7 +387,160 @@ def plan_bucket(
         padding=sum(b.padding for b in buffers),
         lower_bound=sum(bounds),
         optimal=sum(bounds) == sum(b.shard for b in buffers),
+        forced_by=tuple(reasons),
     )
+
+
+def one_buffer(problem: Problem, world_size: int, method: Method) -> Layout:
+    """The best layout in one buffer; never worse than the paper's heuristic, whose layout is a candidate.
+
+    (Buckets of more than ``PAPER_TENSORS`` tensors, where that search costs more than ours, are the exception.)
+    """
+    layout = search(problem.kinds, world_size, problem.alignment)
+    tensors = sum(kind.copies for kind in problem.kinds)
+    if method == "ours" and (layout.shard == layout.lower_bound or tensors > PAPER_TENSORS):
+        return layout
+    pairs = ((natural(name), index) for index, names in enumerate(problem.names) for name in names)
+    declared = tuple(index for _, index in sorted(pairs))
+    paper = paper_search(problem.kinds, world_size, problem.alignment, declared)
+    if method == "ours" and layout.shard <= paper[0]:
+        return layout
+    return replace(layout, shard=paper[0], runs=paper[1])
+
+
+def split(
+    problem: Problem, world_size: int, single: Layout, max_buffers: int, min_saving: float
+) -> list[tuple[Problem, Layout]]:
+    """The fewest buffers, by block, that save enough against one buffer: (tensors, layout) of each.
+
+    A further buffer has to save ``min_saving`` of the tensors' elements. Of all groupings of the blocks into two,
+    three, ... buffers those with the least sum of lower bounds are planned.
+    """
+    chosen = [(problem, single)]
+    numel = sum(kind.numel * kind.copies for kind in problem.kinds)
+    blocks = sorted({kind.block for kind in problem.kinds}, reverse=True)
+    for count in range(2, min(max_buffers, len(blocks)) + 1):
+        total = sum(layout.shard for _, layout in chosen)
+        # what padding there is bounds what can be saved
+        if total * world_size - numel < max(min_saving * numel, 1):
+            break
+        best = total
+        candidate = None
+        for bound, groups in groupings(problem, world_size, blocks, count)[:SPLITS_PLANNED]:
+            if bound >= best:
+                break
+            parts = [select(problem, group) for group in groups]
+            layouts = [search(part.kinds, world_size, problem.alignment, SPLIT_WORK_LIMIT) for part in parts]
+            if sum(layout.shard for layout in layouts) < best:
+                best, candidate = sum(layout.shard for layout in layouts), list(zip(parts, layouts, strict=True))
+        if candidate is not None and (total - best) * world_size >= min_saving * numel:
+            chosen = candidate
+    return chosen
+
+
+def groupings(
+    problem: Problem, world_size: int, blocks: Sequence[int], count: int
+) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+    """(sum of lower bounds, blocks of each buffer) for every way to make ``count`` buffers of ``blocks``, best
+    first."""
+    bounds: dict[tuple[int, ...], int] = {}
+
+    def bound(group: tuple[int, ...]) -> int:
+        if group not in bounds:
+            kinds = [kind for kind in problem.kinds if kind.block in group]
+            bounds[group] = targets(kinds, world_size, problem.alignment)[0].shard
+        return bounds[group]
+
+    found = [(sum(map(bound, groups)), groups) for groups in partitions(tuple(blocks), count)]
+    return sorted(found)
+
+
+def partitions(items: tuple[int, ...], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put ``items`` into ``count`` unordered groups, none empty."""
+    if count == 1:
+        yield (items,)
+    elif len(items) >= count:
+        first, rest = items[0], items[1:]
+        for others in partitions(rest, count - 1):
+            yield ((first,), *others)
+        for groups in partitions(rest, count):
+            for i, group in enumerate(groups):
+                yield (*groups[:i], (first, *group), *groups[i + 1 :])
+
+
+def select(problem: Problem, blocks: tuple[int, ...]) -> Problem:
+    """The tensors of ``problem`` whose block is one of ``blocks``."""
+    chosen = [i for i, kind in enumerate(problem.kinds) if kind.block in blocks]
+    return replace(
+        problem, kinds=tuple(problem.kinds[i] for i in chosen), names=tuple(problem.names[i] for i in chosen)
+    )
+
+
+def more_aligned(
+    problem: Problem, layout: Layout, world_size: int, sizes: Mapping[str, tuple[int, int]]
+) -> tuple[Problem, Layout]:
+    """The same shard with starts at multiples of 16 bytes, or of 8, 4, ... bytes, if such a layout is found."""
+    start = vector_elements(problem.itemsize, problem.alignment)
+    if problem.start_alignment >= start or not layout.runs:
+        return problem, layout
+    raw: dict[tuple[int, int], list[str]] = {}
+    for names in problem.names:
+        for name in names:
+            raw.setdefault(sizes[name], []).append(name)
+    while start > problem.start_alignment:
+        tidy = rounded(problem.itemsize, problem.alignment, start, raw)
+        runs = fit(tidy.kinds, world_size, problem.alignment, layout.shard)
+        if runs is not None:
+            return tidy, replace(layout, runs=runs)
+        start //= 2
+    return problem, layout
+
+
+def why(problem: Problem, layout: Layout, world_size: int) -> list[str]:
+    """Sentences that say why the shard is larger than a fair share rounded up to the alignment; none if it is not."""
+    kinds, target, step = problem.kinds, layout.target, layout.target.step
+    numel = sum(kind.numel * kind.copies for kind in kinds)
+    fair = -(-numel // world_size)
+    if layout.shard <= round_up(fair, problem.alignment):
+        return []
+    sentences = []
+    unit = target.witness and named(problem, lambda kind: kind.block == cast(Kind, target.witness).block)
+    same = target.witness and named(problem, lambda kind: kind == target.witness)
+    if target.why == "largest block":
+        sentences.append(f"a block of {same} has {target.need:,} elements, a fair share of a rank only {fair:,}")
+    elif target.why == "packing":
+        sentences.append(
+            f"the blocks of {unit} do not spread evenly over {world_size} ranks: one holds {target.need:,} elements"
+        )
+    elif target.why == "threshold":
+        sentences.append(
+            f"{same} can be cut only once, unless its block divides the shard, and either part may have "
+            f"no more than a shard: {target.need:,} elements"
+        )
+    elif target.why == "chain":
+        sentences.append(
+            f"{same} are longer than a shard and sit on a boundary each, which takes {target.need:,} elements"
+        )
+    if target.shard > round_up(target.need, problem.alignment):
+        blocks = [
+            named(problem, lambda kind, b=block: kind.block == b and kind.numel > target.need)
+            for block in target.forced
+        ]  # type: ignore[misc]
+        sentences.append(f"shard forced to a multiple of {step:,} by {' and '.join(blocks)}, longer than two shards")
+    if layout.lower_bound > target.shard:
+        sentences.append(f"no order of the tensors fits a shard below {layout.lower_bound:,}: all were tried")
+    if layout.shard > layout.lower_bound:
+        sentences.append(
+            f"no layout was found between the bound, {layout.lower_bound:,}, and {layout.shard:,} elements"
+        )
+    return sentences
+
+
+def named(problem: Problem, wanted: Callable[[Kind], bool]) -> str:
+    """The tensors of the wanted kinds, in few words."""
+    names = [name for kind, group in zip(problem.kinds, problem.names, strict=True) if wanted(kind) for name in group]
+    short = names if len(names) <= 3 else [names[0], names[1], f"{len(names) - 2} more"]
+    return short[0] if len(short) == 1 else f"{', '.join(short[:-1])} and {short[-1]}"
 
 
 def check_parameters(
