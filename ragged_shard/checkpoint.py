@@ -1,8 +1,9 @@
 """The boxes of a ragged shard, for torch.distributed.checkpoint.
 
-DCP knows rectangles. The flat range that a rank holds is at most ``2 * ndim - 1`` of them (``placement.range_boxes``), in
-coordinates of the tensor that the other placements leave, shifted by where that begins. Each box is a *view* of the local tensor, so
-saving copies nothing and loading writes in place. Ranks without elements have no box, and the same keys.
+DCP knows rectangles. The flat range that a rank holds is at most ``2 * ndim - 1`` of them (``placement.range_boxes``),
+in coordinates of the tensor that the other placements leave, shifted by where that begins. Each box is a *view* of the
+local tensor, so saving copies nothing and loading writes in place. Ranks without elements have no box, and the same
+keys.
 """
 
 from __future__ import annotations
@@ -76,13 +77,15 @@ def single_box(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``(sizes, offsets)`` of a shard that is one box, for torch's ``compute_local_shape_and_global_offset``.
 
-    An empty shard has the sizes of its local tensor and begins at the end of dim 0. Raises ``RuntimeError`` for several boxes.
+    An empty shard has the sizes of its local tensor and begins at the end of dim 0. Raises ``RuntimeError`` for several
+    boxes.
     """
     region = region_of(tuple(shape), tuple(mesh_shape), coordinate, placements)
     found = region.boxes()
     if len(found) > 1:
         raise RuntimeError(
-            f"the RaggedShard of {placements} cuts rows of a tensor of shape {tuple(shape)}, so the shard is {len(found)} boxes and "
+            f"the RaggedShard of {placements} cuts rows of a tensor of shape {tuple(shape)}, so the shard is "
+            f"{len(found)} boxes and "
             f"has no single offset; use tensor.__create_chunk_list__()"
         )
     if found:
@@ -93,7 +96,8 @@ def single_box(
 
 
 def load_from_full(state: DTensor, full: Tensor) -> DTensor:
-    """``state`` filled with its piece of the global ``full``; a meta tensor is materialised on the device of ``full``."""
+    """``state`` filled with its piece of the global ``full``; a meta tensor is materialised on the device of
+    ``full``."""
     mesh = state.device_mesh
     region = region_of(
         tuple(state.shape), tuple(mesh.shape), mesh.get_coordinate() or (0,) * mesh.ndim, state.placements

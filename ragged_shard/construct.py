@@ -64,7 +64,7 @@ def distribute_tensor(
     local = distribute(tensor.detach(), mesh, resolved, src_data_rank)
     meta = TensorMeta(tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     spec = DTensorSpec(mesh, resolved, tensor_meta=meta)
-    return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
+    return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)
 
 
 def from_local(
@@ -81,9 +81,9 @@ def from_local(
 ) -> DTensor:
     """``DTensor.from_local``: checks the local tensor against the layout and views it in its canonical shape.
 
-    Any contiguous local tensor with the right number of elements whose trailing dims are those of the tensor, or a 1-D one, is
-    taken; it shares memory with the DTensor. ``shape`` is needed, as shards differ; with ``run_check=True`` it is exchanged when
-    missing, and a wrong local tensor on one rank raises on all of them.
+    Any contiguous local tensor with the right number of elements whose trailing dims are those of the tensor, or a 1-D
+    one, is taken; it shares memory with the DTensor. ``shape`` is needed, as shards differ; with ``run_check=True`` it
+    is exchanged when missing, and a wrong local tensor on one rank raises on all of them.
     """
     if isinstance(local_tensor, DTensor):
         raise RuntimeError("from_local takes the local torch.Tensor of this rank, got a DTensor")
@@ -94,9 +94,10 @@ def from_local(
         shape = _exchanged_shape(local_tensor, mesh, resolved, run_check)
     shape = torch.Size(shape)
     check_placements(tuple(shape), tuple(mesh.shape), resolved)
-    if stride is not None and math.prod(shape) and not _is_contiguous(shape, stride):
+    if stride is not None and torch.Size(shape).numel() and not _is_contiguous(shape, stride):
         raise ValueError(
-            f"DTensor.from_local: a RaggedShard splits the contiguous tensor, of stride {contiguous_stride(shape)}, got {tuple(stride)}"
+            "DTensor.from_local: a RaggedShard splits the contiguous tensor, of stride "
+            f"{contiguous_stride(shape)}, got {tuple(stride)}"
         )
     coordinate = mesh.get_coordinate()
     region = region_of(tuple(shape), tuple(mesh.shape), coordinate or (), resolved)
@@ -145,7 +146,10 @@ def _misfit(local: Tensor, expected: Shape) -> str:
     )
     if fits:
         return ""
-    return f"the local tensor has shape {tuple(local.shape)}, expected {expected} (or 1-D with {math.prod(expected)} elements)"
+    return (
+        f"the local tensor has shape {tuple(local.shape)}, expected {expected} (or 1-D with "
+        f"{math.prod(expected)} elements)"
+    )
 
 
 def _mesh_size(mesh: DeviceMesh) -> int:
@@ -166,7 +170,8 @@ def _exchanged_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Place
     ragged = next(p for p in placements if isinstance(p, RaggedShard))
     if not run_check or any(isinstance(p, Shard) for p in placements) or len(ragged.dims) != 1:
         raise ValueError(
-            "DTensor.from_local with a RaggedShard needs shape= and stride= of the global tensor: shards differ between ranks, and "
+            "DTensor.from_local with a RaggedShard needs shape= and stride= of the global tensor: shards differ "
+            "between ranks, and "
             "a rank without elements cannot tell them (with dims=(0,) and run_check=True they are exchanged)"
         )
     answers: list[Any] = []

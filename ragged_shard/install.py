@@ -1,9 +1,10 @@
 """The only file that touches torch: every hook named, guarded and idempotent.
 
-``HOOKS`` is the whole list. Each replaces one attribute by a function that begins with "no RaggedShard here: call stock", so
-DTensors without a RaggedShard run exactly as before. Before the first attribute is set, ``probe`` compares the running torch with what
-the hooks rely on (names, leading arguments, no new required ones, nobody else's patch); on any misfit ``install`` raises with the
-whole list and patches nothing, because a half-patched DTensor would relabel tensors without moving a byte.
+``HOOKS`` is the whole list. Each replaces one attribute by a function that begins with "no RaggedShard here: call
+stock", so DTensors without a RaggedShard run exactly as before. Before the first attribute is set, ``probe`` compares
+the running torch with what the hooks rely on (names, leading arguments, no new required ones, nobody else's patch); on
+any misfit ``install`` raises with the whole list and patches nothing, because a half-patched DTensor would relabel
+tensors without moving a byte.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _MARK = "__ragged_shard_hook__"
 class Hook:
     """One replaced attribute.
 
-    ``path``: module, then attributes, separated by a colon. ``arguments``: the leading arguments that the replacement relies on.
+    ``path``: module, then attributes, separated by a colon. ``arguments``: the leading arguments that the replacement
+    relies on.
     ``make``: stock function -> replacement. ``why``: what goes wrong without it.
     """
 
@@ -360,7 +362,8 @@ def probe(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
 
 
 def _probe_shared() -> list[str]:
-    """``_dispatch`` and ``_api`` hold the function of ``_redistribute`` by value: another library's patch shows as a difference."""
+    """``_dispatch`` and ``_api`` hold the function of ``_redistribute`` by value: another library's patch shows as a
+    difference."""
     from torch.distributed.tensor import _api, _dispatch, _redistribute, _utils
 
     wrong = []
@@ -498,10 +501,9 @@ def _register_types() -> None:
     random.register_schemas(propagator)
     from torch._library import opaque_object
 
-    members = {
-        name: opaque_object.MemberType.USE_REAL
-        for name in ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_units")
-    }
+    members = dict.fromkeys(
+        ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_units"), opaque_object.MemberType.USE_REAL
+    )
     if hasattr(opaque_object, "register_custom_class"):
         opaque_object.register_custom_class(RaggedShard, typ="constant", members=members)
     else:

@@ -17,11 +17,11 @@ With ``dims == (0, 1)`` the same tensor is cut into 24 elements and a rank may h
 
 A RaggedShard is *always applied last*: it splits the contiguous tensor that the other placements of a spec leave,
 whatever its position in the mesh. A spec holds one at most. The local tensor has one canonical shape,
-``[n_k, *shape[len(dims):]]``, because the C++ side of DTensor never compares local shapes, and ``[n]`` beside ``[n, 1]``
-would silently broadcast to ``[n, n]``.
+``[n_k, *shape[len(dims):]]``, because the C++ side of DTensor never compares local shapes, and ``[n]`` beside ``[n,
+1]`` would silently broadcast to ``[n, n]``.
 
-This file is the definition and its arithmetic; importing it also installs the hooks of ``install.py``, since stock DTensor
-would relabel a Replicate tensor as ragged without moving anything.
+This file is the definition and its arithmetic; importing it also installs the hooks of ``install.py``, since stock
+DTensor would relabel a Replicate tensor as ragged without moving anything.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class RaggedShard(Placement):
     """Consecutive units of the flattened leading dims; ``local_units[k]`` of them on rank k of the mesh dim.
 
     ``dims``: ``tuple(range(k))``. ``k == 0`` means a single unit, the whole tensor (0-d tensors, a tensor on one rank);
-    exactly one rank then holds it. ``local_units``: one non-negative int per rank, not all zero; stored divided by their
-    greatest common divisor, so equal layouts compare and hash equal.
+    exactly one rank then holds it. ``local_units``: one non-negative int per rank, not all zero; stored divided by
+    their greatest common divisor, so equal layouts compare and hash equal.
 
-    Raises ``TypeError`` for what is no int, ``ValueError`` for dims that are no prefix and for units that name no layout.
+    Raises ``TypeError`` for what is no int, ``ValueError`` for dims that are no prefix and for units that name no
+    layout.
     """
 
     dims: Shape
@@ -60,18 +61,21 @@ class RaggedShard(Placement):
         dims, units = _integers("dims", dims), _integers("local_units", local_units)
         if dims != tuple(range(len(dims))):
             raise ValueError(
-                f"RaggedShard flattens leading dims: dims must be (0,), (0, 1), ... or () for the whole tensor, got {dims}"
+                "RaggedShard flattens leading dims: dims must be (0,), (0, 1), ... or () for the whole tensor, "
+                f"got {dims}"
             )
         if not units or any(u < 0 for u in units) or not any(units):
             raise ValueError(
-                f"RaggedShard: local_units must hold one non-negative count per rank of the mesh dim, with at least one "
+                "RaggedShard: local_units must hold one non-negative count per rank of the mesh dim, with at "
+                "least one "
                 f"unit in all, got {units}"
             )
         if sum(units) > _LARGEST:
             raise ValueError(f"RaggedShard: local_units sum to {sum(units)}, which overflows a 64-bit size")
         if not dims and sum(map(bool, units)) != 1:
             raise ValueError(
-                f"RaggedShard: dims=() makes the whole tensor one unit, so exactly one rank can hold it, got units {units}; "
+                "RaggedShard: dims=() makes the whole tensor one unit, so exactly one rank can hold it, got "
+                f"units {units}; "
                 f"use dims=(0,) to cut rows"
             )
         divisor = math.gcd(*units)
@@ -94,16 +98,18 @@ class RaggedShard(Placement):
 
     @property
     def total_units(self) -> int:
-        return cast(int, self._starts[-1])
+        return self._starts[-1]
 
     def unit_count(self, shape: Sequence[int]) -> int:
-        """Elements of the flattened prefix of ``shape`` in one unit. Raises ``ValueError`` when units do not divide it."""
+        """Elements of the flattened prefix of ``shape`` in one unit. Raises ``ValueError`` when units do not divide
+        it."""
         if len(shape) < len(self.dims):
             raise ValueError(f"{self!r} flattens {len(self.dims)} leading dims, but the tensor is {len(shape)}-d")
         prefix = math.prod(shape[: len(self.dims)])
         if prefix % self.total_units:
             raise ValueError(
-                f"{self!r}: its {self.total_units} units do not divide the {prefix} leading entries (dims {self.dims}) of "
+                f"{self!r}: its {self.total_units} units do not divide the {prefix} leading entries (dims "
+                f"{self.dims}) of "
                 f"a tensor of shape {tuple(shape)}; choose units whose sum divides {prefix}, or flatten more dims"
             )
         return prefix // self.total_units
@@ -130,9 +136,7 @@ class RaggedShard(Placement):
         if type(other) is not type(self):
             return False
         return self is other or (
-            self._hash == cast(RaggedShard, other)._hash
-            and self.local_units == cast(RaggedShard, other).local_units
-            and self.dims == cast(RaggedShard, other).dims
+            self._hash == other._hash and self.local_units == other.local_units and self.dims == other.dims
         )
 
     def __hash__(self) -> int:
@@ -174,7 +178,8 @@ def _integers(name: str, values: Sequence[int]) -> Shape:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor: ``offsets`` and ``sizes`` in elements, and where it starts in the flattened local tensor."""
+    """A rectangle of a tensor: ``offsets`` and ``sizes`` in elements, and where it starts in the flattened local
+    tensor."""
 
     offsets: Shape
     sizes: Shape
@@ -186,7 +191,8 @@ class Box:
 
 
 def range_boxes(sizes: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """The flat range ``[start, stop)`` of a contiguous tensor of ``sizes`` as ``(offsets, sizes)`` rectangles, in order.
+    """The flat range ``[start, stop)`` of a contiguous tensor of ``sizes`` as ``(offsets, sizes)`` rectangles, in
+    order.
 
     At most ``2 * len(sizes) - 1`` of them: a partial head and tail per dim and one body. ::
 
@@ -279,7 +285,8 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
 
 
 def check_placements(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> None:
-    """Raise ``ValueError`` unless ``placements`` describe a tensor of ``shape`` on *every* rank of a mesh of ``mesh_shape``.
+    """Raise ``ValueError`` unless ``placements`` describe a tensor of ``shape`` on *every* rank of a mesh of
+    ``mesh_shape``.
 
     Only what is the same on all ranks is looked at, so all of them raise the same error, before any communication.
     """
@@ -292,7 +299,8 @@ def check_placements(shape: Sequence[int], mesh_shape: Sequence[int], placements
         return
     if len(ragged_dims) > 1:
         raise ValueError(
-            f"placements {tuple(placements)} hold {len(ragged_dims)} RaggedShards; one spec can hold one, because it splits "
+            f"placements {tuple(placements)} hold {len(ragged_dims)} RaggedShards; one spec can hold one, "
+            "because it splits "
             f"what all other placements leave. Use Replicate or Shard on the other mesh dims"
         )
     mesh_dim = ragged_dims[0]

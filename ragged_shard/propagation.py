@@ -1,13 +1,13 @@
 """Which DTensor operators keep a RaggedShard, and which refuse, with advice.
 
-The rule for an operator sees specs only. It answers with the placements of the result, and, where the local operator needs
-other arguments than the local tensors, with a *rewrite* of an argument: a marker placement whose redistribution is
-a local function of the local tensor. Four families, in ``TABLE``:
+The rule for an operator sees specs only. It answers with the placements of the result, and, where the local operator
+needs other arguments than the local tensors, with a *rewrite* of an argument: a marker placement whose redistribution
+is a local function of the local tensor. Four families, in ``TABLE``:
 
-    elementwise   one value in, one value out: the placements of the ragged operand; operands that lie inside a unit broadcast
-    reduction     over everything, over the whole flattened prefix (both Partial), or inside a unit (stays ragged)
-    random        the values of the global tensor, see ``random.py``
-    shape         results that are made from a shape, and views that do not move a boundary
+    elementwise   one value in, one value out: the placements of the ragged operand; operands that lie inside a unit
+    broadcast reduction     over everything, over the whole flattened prefix (both Partial), or inside a unit (stays
+    ragged) random        the values of the global tensor, see ``random.py`` shape         results that are made from a
+    shape, and views that do not move a boundary
 
 Everything else would need communication that the user did not ask for, and raises.
 """
@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._ops import OpOverload
@@ -69,8 +67,8 @@ def rewritten(spec: DTensorSpec, function: Callable[[Tensor], Any]) -> DTensorSp
 class Intercepted(Tensor):
     """Stands in for a local tensor, so that the local operator becomes ``run(operator, args, kwargs)``.
 
-    ``args`` hold the real local tensor again. This is how an operator whose local part differs from the global one (a mean over
-    uneven shards, random values of a global tensor) is computed without a kernel of DTensor's being replaced.
+    ``args`` hold the real local tensor again. This is how an operator whose local part differs from the global one (a
+    mean over uneven shards, random values of a global tensor) is computed without a kernel of DTensor's being replaced.
     """
 
     local: Tensor
@@ -80,10 +78,10 @@ class Intercepted(Tensor):
     def __new__(cls, local: Tensor, run: Callable[..., Any]) -> Intercepted:
         made = Tensor._make_wrapper_subclass(cls, local.shape, dtype=local.dtype, device=local.device)
         made.local, made.run = local, run
-        return cast(Intercepted, made)
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         found = next(arg for arg in args if isinstance(arg, Intercepted))
         return found.run(func, tuple(arg.local if isinstance(arg, Intercepted) else arg for arg in args), kwargs or {})
 
@@ -356,13 +354,13 @@ def _copy(schema: OpSchema, propagator: Any) -> OutputSharding:
     """``copy_``: the source is redistributed to wherever the target lies, as DTensor does for any placements."""
     target, source = cast(DTensorSpec, schema.args_schema[0]), schema.args_schema[1]
     meta = _meta(propagator, schema)
-    if isinstance(source, DTensorSpec) and source.placements != target.placements and source.ndim:
-        if source.shape == target.shape and source.mesh == target.mesh:
-            if any(p.is_partial() for p in target.placements):
-                refuse(schema.op, [target, source], f"it writes into a Partial tensor, placed {_show(target)}")
-            source = DTensorSpec(source.mesh, target.placements, tensor_meta=source.tensor_meta)
-            args = [target, source, *schema.args_schema[2:]]
-            return _answer(schema, _output(meta, target.mesh, target.placements), args)
+    moves = isinstance(source, DTensorSpec) and source.ndim and source.placements != target.placements
+    if isinstance(source, DTensorSpec) and moves and source.shape == target.shape and source.mesh == target.mesh:
+        if any(p.is_partial() for p in target.placements):
+            refuse(schema.op, [target, source], f"it writes into a Partial tensor, placed {_show(target)}")
+        source = DTensorSpec(source.mesh, target.placements, tensor_meta=source.tensor_meta)
+        args = [target, source, *schema.args_schema[2:]]
+        return _answer(schema, _output(meta, target.mesh, target.placements), args)
     return _elementwise(schema, propagator)
 
 
@@ -384,7 +382,8 @@ _LIST_REDUCTIONS = {aten._foreach_norm.Scalar, aten._foreach_max.default}
 
 def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
     """Index by index: those without a RaggedShard take the stock rule, so one list may mix layouts."""
-    op, args = schema.op, list(schema.args_schema)
+    op = schema.op
+    args: list[Any] = list(schema.args_schema)
     if schema.op._overloadpacket not in _LIST_OPS:
         _not_supported(op, specs_of(args))
     count = len(cast(Sequence[Any], args[0]))
@@ -405,8 +404,8 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
         row = [a[j] if i in listed else a for i, a in enumerate(args)]
         if op in _LIST_REDUCTIONS:
             meta = metas[j]
-            sharding = _reduce_whole(op, cast(DTensorSpec, row[0]), meta, _list_fill(op, row))
-            results[j], replaced = sharding.output_spec, [sharding.redistribute_schema or row[0], *row[1:]]
+            results[j], filled = _reduce_whole(op, row[0], meta, _list_fill(op, row))
+            replaced = [filled, *row[1:]]
         else:
             # The steps of fused optimizers are 0-dim and may be on any placements that replicate them.
             replaced, placements = _align(op, row, {}, tuple(cast(DTensorSpec, row[0]).shape))
@@ -422,8 +421,9 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
         rest = [[a[j] for j in others] if i in listed else a for i, a in enumerate(args)]
         sub = OpSchema(op, tuple(rest), kwargs, schema_info=schema.schema_info)
         sharding = stock(sub)
-        if sharding.output_spec is not None:
-            for j, spec in zip(others, cast(Sequence[Any], sharding.output_spec), strict=True):
+        listed_specs: Any = sharding.output_spec
+        if listed_specs is not None:
+            for j, spec in zip(others, listed_specs, strict=True):
                 results[j] = spec
         if sharding.needs_redistribute and sharding.redistribute_schema is not None:
             for i in listed:
@@ -475,16 +475,11 @@ def _list_fill(op: OpOverload, row: Sequence[Any]) -> tuple[Placement, Any]:
     return _norm_placement(float(row[1]) if len(row) > 1 else 2.0)
 
 
-@dataclass
-class _Whole:
-    """The outcome of ``_reduce_whole``: like an OutputSharding, with the argument instead of a schema."""
-
-    output_spec: DTensorSpec
-    redistribute_schema: DTensorSpec | None
-
-
-def _reduce_whole(op: OpOverload, spec: DTensorSpec, meta: TensorMeta, how: tuple[Placement, Any]) -> _Whole:
-    """A reduction of all dims: one value a rank, to be combined over the mesh dims that cut the tensor."""
+def _reduce_whole(
+    op: OpOverload, spec: DTensorSpec, meta: TensorMeta, how: tuple[Placement, Any]
+) -> tuple[DTensorSpec, DTensorSpec]:
+    """A reduction of all dims, one value a rank: the spec of the result and the one of the argument, filled if it is
+    empty."""
     partial, fill = how
     placements = []
     for p in spec.placements:
@@ -494,11 +489,11 @@ def _reduce_whole(op: OpOverload, spec: DTensorSpec, meta: TensorMeta, how: tupl
             placements.append(p)
         else:
             placements.append(p if p.is_replicate() else partial)
-    argument = None
-    if fill is not None and _region(spec).numel == 0 and math.prod(spec.shape):
+    argument = spec
+    if fill is not None and _region(spec).numel == 0 and spec.shape.numel():
         # Only this rank is empty; the others would wait for it if the local operator raised here.
         argument = rewritten(spec, lambda local: local.new_full((1,) * local.ndim, fill))
-    return _Whole(DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta), argument)
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta), argument
 
 
 def _dims_of(op: OpOverload, schema: OpSchema, ndim: int) -> list[int]:
@@ -571,7 +566,7 @@ def _across(
     output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
     region = _region(spec)
     plain = everything and not keep and not _names_dims(op, schema)
-    if plain and kind != _MEAN and (region.numel or fill is None or not math.prod(spec.shape)):
+    if plain and kind != _MEAN and (region.numel or fill is None or not spec.shape.numel()):
         return OutputSharding(output)
     count = math.prod(spec.shape[d] for d in dims)
     shape = _local_result_shape(region, spec.ndim, dims, prefix, keep)
@@ -580,9 +575,9 @@ def _across(
         list(range(spec.ndim - prefix + 1)) if everything else [0, *(d - prefix + 1 for d in dims if d >= prefix)]
     )
 
-    def run(func: Any, args: Any, kwargs: Any) -> Tensor:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
         local = args[0]
-        if not local.numel() and fill is not None and math.prod(spec.shape):
+        if not local.numel() and fill is not None and spec.shape.numel():
             local = local.new_full((1, *local.shape[1:]), fill)
         if kind == _MEAN:
             dtype = kwargs.get("dtype") or (args[3] if len(args) > 3 else None) or local.dtype
@@ -593,7 +588,7 @@ def _across(
         if kind in ("max", "min"):
             return (torch.amax if kind == "max" else torch.amin)(local, local_dims).reshape(shape)
         if kind in ("any", "all"):
-            return (torch.any if kind == "any" else torch.all)(local, local_dims).reshape(shape)  # type: ignore[call-overload,no-any-return]
+            return (torch.any if kind == "any" else torch.all)(local, local_dims).reshape(shape)
         if kind == "product":
             result = local if everything else local.transpose(0, 0)
             return torch.prod(result.reshape(-1) if everything else result, *([] if everything else [0])).reshape(shape)
@@ -648,7 +643,8 @@ def _inside(
 def _variance(
     schema: OpSchema, spec: DTensorSpec, meta: Any, dims: list[int], prefix: int, keep: bool
 ) -> OutputSharding:
-    """var, std and var_mean over all elements: counts, means and squared deviations of the ranks are merged (Chan et al.)."""
+    """var, std and var_mean over all elements: counts, means and squared deviations of the ranks are merged (Chan et
+    al.)."""
     op = schema.op
     if len(dims) != spec.ndim:
         refuse(op, [spec], "the variance over some dims needs the values of other ranks")
@@ -800,7 +796,8 @@ _LIST_OPS = {
 
 
 def register_schemas(propagator: Any) -> None:
-    """Make DTensor's cache key hold the non-tensor arguments that our rules look at, where no stock rule asks for it."""
+    """Make DTensor's cache key hold the non-tensor arguments that our rules look at, where no stock rule asks for
+    it."""
     for op in (*TABLE["reduction"], *TABLE["shape"], aten.view.dtype):
         if op not in propagator.op_to_schema_info and op not in propagator.op_to_schema_info_for_single_dim_strategy:
             propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, ["keepdim", "dtype"])

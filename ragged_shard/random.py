@@ -1,11 +1,12 @@
 """Random values of a global element, whoever holds it.
 
-A random operator on a RaggedShard gives every element the value that one process with the same seed gives it, and leaves the
-generator in the same state (pytorch/pytorch#168058), whatever the world size and the layout. Generators of CPU and
-CUDA cannot skip to the n-th draw of a distribution in general, so each rank draws the *whole* tensor and keeps its piece.
+A random operator on a RaggedShard gives every element the value that one process with the same seed gives it, and
+leaves the generator in the same state (pytorch/pytorch#168058), whatever the world size and the layout. Generators of
+CPU and CUDA cannot skip to the n-th draw of a distribution in general, so each rank draws the *whole* tensor and keeps
+its piece.
 
-The cost: one temporary of the global size, for the tensor at hand, and the time to fill it. Initialisation pays it once per
-parameter. All ranks must have seeded alike, as for any replicated computation.
+The cost: one temporary of the global size, for the tensor at hand, and the time to fill it. Initialisation pays it once
+per parameter. All ranks must have seeded alike, as for any replicated computation.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, exchange
 from ragged_shard.placement import Box, RaggedShard, Region, Shape, check_placements, region_of
@@ -56,7 +56,8 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a flattened local tensor: the rectangle ``offsets``, ``sizes`` of the box of ``box`` sizes that begins at ``start``.
+    """Part of a flattened local tensor: the rectangle ``offsets``, ``sizes`` of the box of ``box`` sizes that begins at
+    ``start``.
 
     A 1-D box is a flat range.
     """
@@ -87,7 +88,8 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What one rank sends, keeps and receives. Peers are mesh coordinates; ``addend`` numbers the values to be reduced."""
+    """What one rank sends, keeps and receives. Peers are mesh coordinates; ``addend`` numbers the values to be
+    reduced."""
 
     across: int | None
     """The one mesh dim that the exchange stays on, or ``None`` for the whole mesh."""
@@ -175,8 +177,8 @@ def pinned_on(pinned: Sequence[int], across: int) -> bool:
 def _single_dim(before: Placements, after: Placements) -> int | None:
     """The mesh dim that all movement stays on, or ``None`` when it may cross dims.
 
-    One dim changes, no RaggedShard rests on another one (its pieces would be cut from another tensor), and no Shard further right
-    cuts the same tensor dim again.
+    One dim changes, no RaggedShard rests on another one (its pieces would be cut from another tensor), and no Shard
+    further right cuts the same tensor dim again.
     """
     changed = [i for i, (p, q) in enumerate(zip(before, after, strict=True)) if p != q]
     if len(changed) != 1:
@@ -187,8 +189,8 @@ def _single_dim(before: Placements, after: Placements) -> int | None:
             continue
         if isinstance(placement, RaggedShard) and not (before[dim].is_partial() and after[dim].is_replicate()):
             return None
-        cut = [p.dim for p in (before[dim], after[dim]) if p.is_shard()]
-        if i > dim and placement.is_shard() and placement.dim in cut:  # type: ignore[attr-defined]
+        cut = [p.dim for p in (before[dim], after[dim]) if isinstance(p, Shard)]
+        if i > dim and isinstance(placement, Shard) and placement.dim in cut:
             return None
     return dim
 
@@ -267,7 +269,8 @@ def _piece_in(box: Box, low: Shape, sizes: Shape) -> Piece:
 def bytes_received(
     shape: Shape, mesh_shape: Shape, here: Shape, before: Placements, after: Placements, itemsize: int
 ) -> int:
-    """What the rank at ``here`` receives in the exchange (an all-reduce of Partial -> Replicate not counted), in bytes."""
+    """What the rank at ``here`` receives in the exchange (an all-reduce of Partial -> Replicate not counted), in
+    bytes."""
     plan = plan_exchange(shape, mesh_shape, here, before, after)
     return itemsize * sum(piece.numel for _, _, pieces in plan.receives for piece in pieces)
 
@@ -291,8 +294,8 @@ def _mesh_group(mesh: DeviceMesh, across: int | None, exact: bool) -> dist.Proce
         return mesh.get_group(0)
     ranks = sorted(_rank_table(mesh).values())
     if not exact or len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 
 
 def _by_group_rank(mesh: DeviceMesh, mesh_dim: int, here: Shape, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -331,7 +334,8 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
     """
     if current.mesh != target.mesh:
         raise NotImplementedError(
-            f"a RaggedShard cannot be redistributed to another mesh ({current.mesh} to {target.mesh}); save and load it with "
+            f"a RaggedShard cannot be redistributed to another mesh ({current.mesh} to {target.mesh}); save and "
+            "load it with "
             f"torch.distributed.checkpoint instead"
         )
     validate_specs(current, target)
@@ -353,7 +357,7 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
     result: Tensor | None = None
     if before != middle:
         plan = plan_exchange(shape, mesh_shape, here, before, middle)
-        operation = next((p.reduce_op for p, q in zip(before, middle, strict=True) if _is_reduced(p, q)), "sum")  # type: ignore[attr-defined]
+        operation = _reduce_op(before, middle)
         if tracing:
             result = _run_traced(plan, local, mesh, operation)
         else:
@@ -365,13 +369,18 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
     if middle != goal:
         local = _all_reduce(local, mesh, middle, goal)
     for mesh_dim, (p, q) in enumerate(zip(current.placements, after, strict=True)):
-        if q.is_partial() and p.is_replicate():
-            local = q._partition_value(local, mesh, mesh_dim)  # type: ignore[attr-defined]
+        if isinstance(q, Partial) and p.is_replicate():
+            local = q._partition_value(local, mesh, mesh_dim)
     return local
 
 
 def _is_reduced(before: Placement, after: Placement) -> bool:
     return before.is_partial() and not after.is_partial()
+
+
+def _reduce_op(before: Placements, after: Placements) -> str:
+    found = (p for p, q in zip(before, after, strict=True) if isinstance(p, Partial) and _is_reduced(p, q))
+    return next((p.reduce_op for p in found), "sum")
 
 
 def _reduced(before: Placements, after: Placements) -> Placements:
@@ -388,8 +397,8 @@ def _total_numel(shape: Shape, mesh_shape: Shape, placements: Placements) -> int
 
 def _all_reduce(local: Tensor, mesh: DeviceMesh, before: Placements, after: Placements) -> Tensor:
     for mesh_dim, (p, q) in enumerate(zip(before, after, strict=True)):
-        if p.is_partial() and q.is_replicate() and local.numel():
-            local = p._reduce_value(local, mesh, mesh_dim)  # type: ignore[attr-defined]
+        if isinstance(p, Partial) and q.is_replicate() and local.numel():
+            local = p._reduce_value(local, mesh, mesh_dim)
             if isinstance(local, funcol.AsyncCollectiveTensor):
                 local = local.wait()
     return local
@@ -437,10 +446,10 @@ def _run(plan: ExchangePlan, local: Tensor, mesh: DeviceMesh, operation: str) ->
     group = _mesh_group(mesh, plan.across, False)
     if plan.gather is not None:
         result = flat.new_empty(plan.numel)
-        pieces = [result[start:stop] for start, stop in plan.gather]
+        slots = [result[start:stop] for start, stop in plan.gather]
         here, across = cast(Shape, _coordinate(mesh)), cast(int, plan.across)
-        pieces[here[across]].copy_(flat)
-        return result.view(plan.local_shape), all_gather_v(_by_group_rank(mesh, across, here, pieces), group)
+        slots[here[across]].copy_(flat)
+        return result.view(plan.local_shape), all_gather_v(_by_group_rank(mesh, across, here, slots), group)
 
     table = _rank_table(mesh)
 
@@ -585,8 +594,9 @@ def write_piece(full: Tensor, region: Region, local: Tensor) -> Tensor:
 def distribute(full: Tensor, mesh: DeviceMesh, placements: Placements, source: int | None) -> Tensor:
     """The local tensor of the global ``full``; ``source`` as ``src_data_rank`` of ``distribute_tensor``.
 
-    With a ``source`` (a coordinate along every mesh dim) the tensor of that rank is scattered: each rank receives its own
-    piece and nothing else, and replicas of a piece are broadcast along their mesh dims. With ``None`` each rank cuts its own.
+    With a ``source`` (a coordinate along every mesh dim) the tensor of that rank is scattered: each rank receives its
+    own piece and nothing else, and replicas of a piece are broadcast along their mesh dims. With ``None`` each rank
+    cuts its own.
     """
     shape, here = tuple(full.shape), cast(Shape, _coordinate(mesh))
     cut = tuple(Replicate() if p.is_partial() else p for p in placements)
@@ -598,8 +608,8 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Placements, source: i
     else:
         local = _scatter(full, mesh, here, cut, source)
     for mesh_dim, placement in enumerate(placements):
-        if placement.is_partial():
-            local = placement._partition_value(local, mesh, mesh_dim)  # type: ignore[attr-defined]
+        if isinstance(placement, Partial):
+            local = placement._partition_value(local, mesh, mesh_dim)
     return local
 
 
