@@ -13,6 +13,7 @@ Only two things are written on the way: this rank's slot of ``full`` (once per g
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp.streams import CommStreams
+from fsdp.weight_grad import GradientPlace, WeightParameter
 from ragged_shard.collectives import Pending
 from ragged_shard.dbuffer import DBuffer, Layout
 from ragged_shard.pool import Lease, Pool, storage_bytes
@@ -38,7 +40,7 @@ class BucketParameter:
     name: str
     places: list[tuple[nn.Module, str]]
     sharded: nn.Parameter
-    full: nn.Parameter | None = None
+    full: WeightParameter | None = None
     edge: GradientEdge | None = None
     grad: DTensor | None = None
     # Whether the unreduced gradient holds something / the reduced gradient is part of a sum / anything arrived at all.
@@ -70,16 +72,18 @@ class FlatBuffer:
                 dtype = param_dtype
             self.full = DBuffer.whole(self.layout, dtype, pool, label=label)
             for parameter, view in zip(self.parameters, self.full.views, strict=True):
-                parameter.full = nn.Parameter(view, requires_grad=parameter.sharded.requires_grad)
+                parameter.full = WeightParameter(view, requires_grad=parameter.sharded.requires_grad)
         return self.full
 
     def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, label: str) -> tuple[DBuffer, DBuffer]:
-        if self.full_grads is None or self.grads is None:
+        if self.full_grads is None:
             assert self.full is not None
             dtype = reduce_dtype or self.full.dtype
             self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label=label)
-            if scratch := self.full_grads.scratch_numel():
-                self.scratch = pool.lease(scratch, dtype, label)
+            if self.scratch is None and (numel := self.full_grads.scratch_numel()):
+                self.scratch = pool.lease(numel, dtype, label)
+                self.scratch.release()
+        if self.grads is None:
             self.grads = self.params.like()
             for index, parameter in enumerate(self.parameters):
                 parameter.grad = self.grads.dtensor(index)
@@ -231,6 +235,7 @@ class Bucket:
                 full.requires_grad_(True)
                 # Held for good: the graph keeps only a weak reference to a leaf's accumulator.
                 parameter.edge = get_gradient_edge(full)
+                full.place = GradientPlace(functools.partial(self._gradient_place, buffer, index))
                 full.register_post_accumulate_grad_hook(self._gradient_hook(buffer, index))
                 full.requires_grad_(was)
 
@@ -248,23 +253,53 @@ class Bucket:
     def _take_gradient(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
         """Write a gradient that autograd has accumulated into its view of the unreduced buffer."""
         gradient, full.grad = full.grad, None
+        state = buffer.parameters[index]
+        assert state.full is not None and state.full.place is not None
+        state.full.place.claimed = False
         if gradient is None:
             return
         if gradient.is_sparse:
             raise RuntimeError(
                 f"parameter {buffer.parameters[index].name!r} of {self.name!r} has a sparse gradient; use sparse=False"
             )
+        view = self._open_gradients(buffer).views[index]
+        if state.written:
+            view.add_(gradient)
+        elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            view.copy_(gradient)
+        state.written = state.used = True
+
+    def _open_gradients(self, buffer: FlatBuffer) -> DBuffer:
         assert self.pool is not None
         full_grads, _ = buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
         if full_grads.acquire():
             full_grads.zero_gaps_()
-        view, state = full_grads.views[index], buffer.parameters[index]
-        if state.written:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            state.written = True
-        state.used = True
+        return full_grads
+
+    def _gradient_place(self, buffer: FlatBuffer, index: int) -> Tensor | None:
+        """Where a weight gradient may be computed: its view, unless an earlier micro-batch's sum lies there."""
+        self.enter_backward()
+        if buffer.parameters[index].written:
+            return None
+        return self._open_gradients(buffer).views[index]
+
+    def _keep_escaped(self, buffer: FlatBuffer) -> None:
+        """``torch.autograd.grad`` hands gradients to the user instead of the parameter: their memory is not ours any
+        more.
+        """
+        places = [p.full.place for p in buffer.parameters if p.full is not None and p.full.place is not None]
+        if not any(place.claimed for place in places):
+            return
+        for place in places:
+            place.claimed = False
+        escaped, buffer.full_grads = buffer.full_grads, None
+        assert escaped is not None and self.pool is not None
+        written = [index for index, p in enumerate(buffer.parameters) if p.written]
+        if written:
+            views = self._open_gradients(buffer).views
+            for index in written:
+                views[index].copy_(escaped.views[index])
+        escaped.forget()
 
     def enter_backward(self) -> int:
         """The current graph task. At its first touch: how many gradients it will bring, and what earlier ones left."""
@@ -321,9 +356,9 @@ class Bucket:
             for buffer in self.buffers:
                 if not buffer.trainable:
                     continue
-                full_grads, grads = buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
-                if full_grads.acquire():
-                    full_grads.zero_gaps_()
+                self._keep_escaped(buffer)
+                full_grads, grads = self._open_gradients(buffer), buffer.grads
+                assert grads is not None
                 for index, parameter in enumerate(buffer.parameters):
                     if not parameter.written:
                         full_grads.views[index].zero_()
@@ -386,6 +421,8 @@ class Bucket:
             parameter.written = parameter.used = parameter.accumulates = False
             if parameter.full is not None:
                 parameter.full.grad = None
+                if parameter.full.place is not None:
+                    parameter.full.place.claimed = False
         self.leave_backward(None)
 
     # -- moving --

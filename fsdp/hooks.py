@@ -116,8 +116,7 @@ class State:
                 )
             state.schedule = self.schedule
             state.is_root = False
-            if not state.bucket.name:
-                state.bucket.name = name
+            state.bucket.name = name
             self.schedule.add(state.bucket)
         self.schedule.add(self.bucket)
         return self.schedule

@@ -126,7 +126,7 @@ class Schedule:
 
     def gradients_complete(self, bucket: Bucket) -> None:
         """All gradients of ``bucket`` have come: reduce it when it is its turn, and release its parameters."""
-        if bucket.complete and bucket.requires_gradient_sync:
+        if bucket.complete and bucket.trainable and bucket.requires_gradient_sync:
             if bucket in self._reduce_order:
                 self._ready.add(bucket)
                 while self._reduce_order and self._reduce_order[0] in self._ready:
@@ -154,7 +154,7 @@ class Schedule:
         with torch.profiler.record_function("fsdp.end_backward"):
             left, self._reduce_order = self._reduce_order, []
             for bucket in left + [b for b in self.buckets if b.in_backward and b not in left]:
-                if bucket.requires_gradient_sync and (bucket in left or not bucket.reduced):
+                if bucket.trainable and bucket.requires_gradient_sync and (bucket in left or not bucket.reduced):
                     bucket.open_backward()
                     self._start_reduce(bucket)
             while self._in_flight:

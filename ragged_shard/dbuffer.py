@@ -263,6 +263,11 @@ class DBuffer:
         if self.lease is not None:
             self.lease.release()
 
+    def forget(self) -> None:
+        """Leave the memory to whoever holds a view of it; this buffer must not be used again."""
+        if self.lease is not None:
+            self.lease.forget()
+
     # -- collectives --
     # ----------------------------------------------------------------------------------------------------
 
