@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Literal, cast
 
 from ragged_shard.bound import (
     Kind,
     Problem,
+    ceil_div,
     lower_bound,
     natural,
     problems,
@@ -42,8 +44,8 @@ __all__ = ["BucketPlan", "BufferPlan", "TensorSpec", "lower_bound", "plan_bucket
 
 Method = Literal["ours", "paper"]
 
-SPLITS_PLANNED = 6  # groupings of blocks that are planned, for each number of buffers
-SPLIT_WORK_LIMIT = 20_000  # steps of the search for one buffer of several
+SPLITS_DRAFTED, DRAFT_WORK_LIMIT = 128, 2_000  # groupings of the blocks, and steps of the search for each of their buffers
+SPLITS_PLANNED, SPLIT_WORK_LIMIT = 8, 20_000
 
 
 @dataclass(frozen=True)
@@ -419,22 +421,34 @@ def split(
     chosen = [(problem, single)]
     numel = sum(kind.numel * kind.copies for kind in problem.kinds)
     blocks = sorted({kind.block for kind in problem.kinds}, reverse=True)
+    # elements per rank that are worth a buffer, and that are worth going on for
+    enough = max(1, ceil_div(int(min_saving * numel), world_size))
+    close = enough // 10
+
+    def planned(groups: Sequence[tuple[int, ...]], work_limit: int) -> tuple[int, list[tuple[Problem, Layout]]]:
+        parts = [select(problem, group) for group in groups]
+        layouts = [search(part.kinds, world_size, problem.alignment, work_limit) for part in parts]
+        return sum(layout.shard for layout in layouts), list(zip(parts, layouts, strict=True))
+
     for count in range(2, min(max_buffers, len(blocks)) + 1):
         total = sum(layout.shard for _, layout in chosen)
-        # what padding there is bounds what can be saved
-        if total * world_size - numel < max(min_saving * numel, 1):
+        limit = total - enough  # what a candidate may have at most
+        if limit * world_size < numel:
             break
-        best = total
-        candidate = None
-        for bound, groups in groupings(problem, world_size, blocks, count)[:SPLITS_PLANNED]:
-            if bound >= best:
+        best: tuple[int, list[tuple[Problem, Layout]]] = limit + 1, []
+        drafts = []
+        # a short search for many groupings, a long one for the most promising
+        for bound, groups in groupings(problem, world_size, blocks, count)[:SPLITS_DRAFTED]:
+            if bound > limit or bound >= best[0] - close:
                 break
-            parts = [select(problem, group) for group in groups]
-            layouts = [search(part.kinds, world_size, problem.alignment, SPLIT_WORK_LIMIT) for part in parts]
-            if sum(layout.shard for layout in layouts) < best:
-                best, candidate = sum(layout.shard for layout in layouts), list(zip(parts, layouts, strict=True))
-        if candidate is not None and (total - best) * world_size >= min_saving * numel:
-            chosen = candidate
+            draft = planned(groups, DRAFT_WORK_LIMIT)
+            drafts.append((draft[0], bound, groups))
+            best = min(best, draft, key=itemgetter(0))
+        for size, bound, groups in sorted(drafts)[:SPLITS_PLANNED]:
+            if bound < min(size, best[0] - close):
+                best = min(best, planned(groups, SPLIT_WORK_LIMIT), key=itemgetter(0))
+        if best[0] <= limit:
+            chosen = best[1]
     return chosen
 
 
