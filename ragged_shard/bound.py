@@ -28,13 +28,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ragged_shard.planner import TensorSpec
 
-__all__ = ["Kind", "Problem", "Target", "lower_bound", "packing_bound", "problems", "targets"]
+__all__ = ["Kind", "Problem", "Target", "lower_bound", "packing_bound", "problems", "targets", "tightest"]
 
 VECTOR_BYTES = 16  # starts of tensors: what vectorised kernels and TMA descriptors ask for
 
@@ -49,8 +49,7 @@ class Kind(NamedTuple):
     copies: int
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The least shard if exactly the blocks ``forced`` are assumed to divide it.
 
     ``shard`` is a multiple of ``step = lcm(alignment, *forced)``; ``need`` is what the strongest fact asks before
@@ -89,18 +88,25 @@ def packing_bound(kinds: Sequence[Kind], world_size: int) -> int:
 
 
 def _packing(kinds: Sequence[Kind], world_size: int) -> tuple[int, str, Kind | None]:
-    if not kinds:
-        return 0, "average", None
-    best = ceil_div(sum(k.numel * k.copies for k in kinds), world_size), "average", None
-    largest = max(kinds, key=lambda k: (k.block, k))
-    answer: tuple[int, str, Kind | None] = best
-    if largest.block > answer[0]:
-        answer = largest.block, "largest block", largest
-    for unit in sorted({k.block for k in kinds if k.block > 1}):
-        units = sum(k.copies * (k.numel // k.block * (k.block // unit) + k.numel % k.block // unit) for k in kinds)
-        if unit * ceil_div(units, world_size) > answer[0]:
-            answer = unit * ceil_div(units, world_size), "packing", max(k for k in kinds if k.block == unit)
-    return answer
+    total = 0
+    blocks: dict[int, Kind] = {}
+    for kind in kinds:
+        total += kind.numel * kind.copies
+        if kind.block > 1:
+            blocks[kind.block] = max(kind, blocks.get(kind.block, kind))
+    need, why, witness = ceil_div(total, world_size), "average", None
+    largest = max(blocks, default=0)
+    if largest > need:
+        need, why, witness = largest, "largest block", blocks[largest]
+    for unit in sorted(blocks):
+        units = 0
+        for numel, block, copies in kinds:
+            whole, rest = divmod(numel, block)
+            units += copies * (whole * (block // unit) + rest // unit)
+        least = unit * ceil_div(units, world_size)
+        if least > need:
+            need, why, witness = least, "packing", blocks[unit]
+    return need, why, witness
 
 
 def _chain(longer: int, numel: int, world_size: int) -> int:
@@ -111,46 +117,59 @@ def _chain(longer: int, numel: int, world_size: int) -> int:
     return ceil_div(in_a_row * numel, in_a_row + 1)
 
 
-def targets(kinds: Sequence[Kind], world_size: int, alignment: int) -> list[Target]:
-    """One ``Target`` for each set of blocks that could be forced, least shard first; never empty.
+@lru_cache(maxsize=4096)
+def tightest(kinds: tuple[Kind, ...], world_size: int, alignment: int) -> Target:
+    """The target with the least shard, which is the lower bound. ``alignment``: elements the shard is a multiple of."""
+    return min(_targets(kinds, world_size, alignment, prune=True))
 
-    ``alignment``: elements that the shard is a multiple of. The first target's shard is the lower bound.
-    """
+
+def targets(kinds: Sequence[Kind], world_size: int, alignment: int) -> list[Target]:
+    """One ``Target`` for each set of blocks that could be forced, least shard first; never empty."""
+    return sorted(_targets(kinds, world_size, alignment, prune=False))
+
+
+def _targets(kinds: Sequence[Kind], world_size: int, alignment: int, *, prune: bool) -> list[Target]:
+    """``prune`` leaves out targets that cannot be the least."""
     base = _packing(kinds, world_size)
-    ranked = sorted(kinds, key=lambda k: (-k.numel, k.block, k.copies))
-    # only a tensor longer than the shard can force anything, and no shard is shorter than the base
-    candidates: list[int] = []
-    for kind in ranked:
-        if kind.numel > base[0] and kind.block not in candidates and alignment % kind.block:
-            candidates.append(kind.block)
-    candidates = candidates[:MAX_FORCED_BLOCKS]
-    steps: dict[int, tuple[int, ...]] = {}
-    for size in range(len(candidates) + 1):
-        for forced in combinations(sorted(candidates), size):
-            # equal multiples are one case: keep the fewest blocks that explain it
-            steps.setdefault(math.lcm(alignment, *forced), forced)
-    found = [
-        _target([k for k in ranked if step % k.block and k.block in candidates], base, world_size, step, forced)
-        for step, forced in steps.items()
-    ]
-    return sorted(found, key=lambda t: (t.shard, t.step))
+    floor = base[0]
+    # only a tensor longer than the shard can force anything, and no shard is shorter than the floor
+    long = sorted([(-k.numel, k.block, k) for k in kinds if k.numel > floor and alignment % k.block])
+    blocks = list(dict.fromkeys([block for _, block, _ in long]))[:MAX_FORCED_BLOCKS]
+    ranked = [(k, threshold(k.numel, k.block)) for _, block, k in long if block in blocks]
+    found = [_target(ranked, base, world_size, alignment, ())]
+    least = found[0].shard
+    # equal multiples are one case: the fewest blocks that explain it
+    steps: dict[int, tuple[int, ...]] = {alignment: ()}
+    for block in blocks:
+        for step, forced in list(steps.items()):
+            longer = math.lcm(step, block)
+            if longer not in steps and not (prune and round_up(floor, longer) >= least):
+                steps[longer] = (*forced, block)
+                found.append(_target(ranked, base, world_size, longer, steps[longer]))
+                least = min(least, found[-1].shard)
+    return found
 
 
 def _target(
-    free: Sequence[Kind], base: tuple[int, str, Kind | None], world_size: int, step: int, forced: tuple[int, ...]
+    ranked: Sequence[tuple[Kind, int]],
+    base: tuple[int, str, Kind | None],
+    world_size: int,
+    step: int,
+    forced: tuple[int, ...],
 ) -> Target:
-    """``free``: the kinds, longest first, whose block is assumed not to divide the shard."""
+    """``ranked``: (kind, threshold) of the kinds that could force something, longest first."""
     need, why, witness = base
     longer = 0
-    for index, kind in enumerate(free):
-        if kind.numel <= need:
+    for kind, least in ranked:
+        numel, block, copies = kind
+        if numel <= need:
             break
-        longer += kind.copies
-        least = threshold(kind.numel, kind.block)
-        if least > need:
-            need, why, witness = least, "threshold", kind
-        if index + 1 == len(free) or free[index + 1].numel < kind.numel:
-            least = _chain(longer, kind.numel, world_size)
+        if step % block:
+            longer += copies
+            if least > need:
+                need, why, witness = least, "threshold", kind
+            # a chain of the tensors of at least this size: no tighter in the middle of equal sizes than at their end
+            least = _chain(longer, numel, world_size)
             if least > need:
                 need, why, witness = least, "chain", kind
     return Target(round_up(need, step), step, forced, need, why, witness)
@@ -234,4 +253,4 @@ def lower_bound(specs: Iterable[TensorSpec], world_size: int, *, alignment_bytes
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    return sum(targets(p.kinds, world_size, p.alignment)[0].shard for p in problems(specs, alignment_bytes))
+    return sum(tightest(p.kinds, world_size, p.alignment).shard for p in problems(specs, alignment_bytes))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
-from ragged_shard.bound import Kind, Target, ceil_div, round_up, targets, threshold
+from ragged_shard.bound import Kind, Target, ceil_div, round_up, targets, threshold, tightest
 
 __all__ = ["Layout", "Run", "earliest", "fit", "pack", "pack_exactly", "paper_search", "search"]
 
@@ -291,11 +291,12 @@ class _Search:
             middle = (low + high) // 2
         return found
 
-    def above(self, bound: int, goals: Sequence[Target]) -> tuple[int, list[Run]]:
+    def above(self, bound: int) -> tuple[int, list[Run]]:
         """A small shard above ``bound``, which does not fit. Coarse steps first: they bring the incumbent down
         quickly."""
         best, runs = safe_shard(self.kinds, self.world_size, self.alignment), None
         firsts = {step: round_up(bound + 1, step) for step in more_steps(self.kinds, self.alignment)}
+        goals = targets(self.kinds, self.world_size, self.alignment)
         firsts |= {goal.step: max(goal.shard, round_up(bound + 1, goal.step)) for goal in goals}
         for step, first in sorted(firsts.items(), reverse=True):
             if first < best and self.budget.steps >= 0:
@@ -348,17 +349,17 @@ def more_steps(kinds: Sequence[Kind], alignment: int) -> list[int]:
 @lru_cache(maxsize=1024)
 def search(kinds: tuple[Kind, ...], world_size: int, alignment: int, work_limit: int = WORK_LIMIT) -> Layout:
     """The best layout found in about ``work_limit`` steps. ``kinds`` may be empty."""
-    goals = targets(kinds, world_size, alignment)
-    bound = goals[0].shard
+    target = tightest(kinds, world_size, alignment)
     if not kinds:
-        return Layout(0, (), 0, goals[0])
+        return Layout(0, (), 0, target)
     state = _Search(kinds, world_size, alignment, work_limit)
-    best, runs = bound, state.fits(bound)
+    best = bound = target.shard
+    runs = state.fits(bound)
     if runs is None:
-        best, runs = state.above(bound, goals)
+        best, runs = state.above(bound)
         if best > bound:
             best, runs, bound = state.every_shard(bound, best, runs)
-    return Layout(best, in_order(runs), bound, goals[0])
+    return Layout(best, in_order(runs), bound, target)
 
 
 def fit(
@@ -394,8 +395,8 @@ def paper_search(
     by_numel = sorted(range(len(kinds)), key=lambda i: (-kinds[i].numel, -kinds[i].block))
     orders = [merged, [(i, kinds[i].copies) for i in by_block], [(i, kinds[i].copies) for i in by_numel]]
     steps = [alignment]
-    for kind in sorted(kinds, key=lambda k: (-k.numel, k.block)):
-        steps.append(math.lcm(steps[-1], kind.block))
+    for block in [k.block for k in sorted(kinds, key=lambda k: (-k.numel, k.block))]:
+        steps.append(math.lcm(steps[-1], block))
     total = sum(k.numel * k.copies for k in kinds)
     best, best_runs = round_up(total, alignment), None
     for order in orders:

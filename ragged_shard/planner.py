@@ -21,7 +21,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Literal, cast
@@ -35,7 +35,7 @@ from ragged_shard.bound import (
     problems,
     round_up,
     rounded,
-    targets,
+    tightest,
     vector_elements,
 )
 from ragged_shard.packing import PAPER_TENSORS, Layout, fit, paper_search, search
@@ -44,7 +44,7 @@ __all__ = ["BucketPlan", "BufferPlan", "TensorSpec", "lower_bound", "plan_bucket
 
 Method = Literal["ours", "paper"]
 
-SPLITS_DRAFTED, DRAFT_WORK_LIMIT = 128, 2_000  # groupings of the blocks, and steps of the search for each of their buffers
+SPLITS_DRAFTED, DRAFT_WORK_LIMIT = 128, 2_000  # groupings of the blocks; steps of the search for one buffer
 SPLITS_PLANNED, SPLIT_WORK_LIMIT = 8, 20_000
 
 
@@ -455,18 +455,13 @@ def split(
 def groupings(
     problem: Problem, world_size: int, blocks: Sequence[int], count: int
 ) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """(sum of lower bounds, blocks of each buffer) for every way to make ``count`` buffers of ``blocks``, best
-    first."""
-    bounds: dict[tuple[int, ...], int] = {}
+    """(sum of lower bounds, blocks of each buffer) for every way to make ``count`` buffers, best first."""
 
     def bound(group: tuple[int, ...]) -> int:
-        if group not in bounds:
-            kinds = [kind for kind in problem.kinds if kind.block in group]
-            bounds[group] = targets(kinds, world_size, problem.alignment)[0].shard
-        return bounds[group]
+        kinds = tuple([kind for kind in problem.kinds if kind.block in group])
+        return tightest(kinds, world_size, problem.alignment).shard
 
-    found = [(sum(map(bound, groups)), groups) for groups in partitions(tuple(blocks), count)]
-    return sorted(found)
+    return sorted((sum(map(bound, groups)), groups) for groups in partitions(tuple(blocks), count))
 
 
 def partitions(items: tuple[int, ...], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -536,10 +531,7 @@ def why(problem: Problem, layout: Layout, world_size: int) -> list[str]:
             f"{same} are longer than a shard and sit on a boundary each, which takes {target.need:,} elements"
         )
     if target.shard > round_up(target.need, problem.alignment):
-        blocks = [
-            named(problem, lambda kind, b=block: kind.block == b and kind.numel > target.need)
-            for block in target.forced
-        ]  # type: ignore[misc]
+        blocks = [named(problem, partial(spans, block, target.need)) for block in target.forced]
         sentences.append(f"shard forced to a multiple of {step:,} by {' and '.join(blocks)}, longer than two shards")
     if layout.lower_bound > target.shard:
         sentences.append(f"no order of the tensors fits a shard below {layout.lower_bound:,}: all were tried")
@@ -548,6 +540,10 @@ def why(problem: Problem, layout: Layout, world_size: int) -> list[str]:
             f"no layout was found between the bound, {layout.lower_bound:,}, and {layout.shard:,} elements"
         )
     return sentences
+
+
+def spans(block: int, shard: int, kind: Kind) -> bool:
+    return kind.block == block and kind.numel > shard
 
 
 def named(problem: Problem, wanted: Callable[[Kind], bool]) -> str:
@@ -606,8 +602,10 @@ def plan_model(
 ) -> list[BucketPlan]:
     """``plan_bucket`` for every bucket of a model; equal buckets are planned once."""
     plans: dict[tuple[TensorSpec, ...], BucketPlan] = {}
-    answer = []
+    same: dict[int, BucketPlan] = {}  # the very same object again: no need to compare a thousand tensors
     for ordinal, bucket in enumerate(buckets):
+        if id(bucket) in same:
+            continue
         key = tuple(bucket)
         if key not in plans:
             plans[key] = plan_bucket(
@@ -619,8 +617,8 @@ def plan_model(
                 method=method,
                 ordinal=ordinal,
             )
-        answer.append(plans[key])
-    return answer
+        same[id(bucket)] = plans[key]
+    return [same[id(bucket)] for bucket in buckets]
 
 
 def validate(plan: BucketPlan, specs: Sequence[TensorSpec], *, alignment_bytes: int = 128) -> None:
