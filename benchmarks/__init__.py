@@ -1,0 +1,1 @@
+"""Benchmarks: every comparison in one launch, exact counts beside ratios. See README.md in this folder."""
