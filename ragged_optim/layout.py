@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-__all__ = ["Extent", "Fragment", "Layout", "Matrix", "Piece", "as_matrices", "fragments", "layout_of"]
+__all__ = ["Extent", "Fragment", "Layout", "Matrix", "Piece", "as_matrices", "fragments", "layout_of", "refuse_partial"]
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,24 @@ class Layout:
         return tuple(piece.stop - piece.start for piece in self.pieces)
 
 
+def refuse_partial(param: Tensor, name: str) -> None:
+    """Raise ``ValueError`` naming a parameter that is a sum still to be made."""
+    for dim, placement in enumerate(param.placements) if isinstance(param, DTensor) else ():
+        if isinstance(placement, Partial):
+            raise ValueError(
+                f"parameter {name!r} is {placement} on mesh dim {dim}: redistribute it before building the optimizer"
+            )
+
+
 def layout_of(param: Tensor, name: str) -> Layout:
     """How ``param`` lies. Raises ``ValueError`` naming the parameter for placements no rule can work on."""
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
         return Layout(shape, (Piece((0,) * len(shape), shape, 0, math.prod(shape)),), None, 0)
+    refuse_partial(param, name)
     mesh = param.device_mesh
     sharded = []
     for dim, placement in enumerate(param.placements):
-        if isinstance(placement, Partial):
-            raise ValueError(
-                f"parameter {name!r} is {placement} on mesh dim {dim}: redistribute it before building the optimizer"
-            )
         if isinstance(placement, Replicate):
             continue
         if type(placement) is not Shard and not _is_ragged(placement):

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ragged_optim import owners
 from ragged_optim.exchange import Exchange, Live, MatrixParam
-from ragged_optim.layout import Extent, Layout, fragments, layout_of
+from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
 from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule
 from ragged_optim.rules import rule_of
 from ragged_optim.state import check_loadable, load_state, local, make_owned_state, make_param_state
@@ -118,15 +118,16 @@ class RaggedOptimizer(Optimizer):
         groups: dict[Any, dict[str, Any]] = {}
         first = self._known(rule_of(given)) if given is not None else self._rule
         for index, (name, param) in enumerate(pairs):
-            label = name if name is not None else f"number {index} of shape {tuple(param.shape)}"
             if not isinstance(param, Tensor):
                 raise TypeError(
-                    f"optimizer can only optimize Tensors, but parameter {label!r} is {torch.typename(param)}"
+                    f"optimizer can only optimize Tensors, but one of the params is {torch.typename(param)}"
                 )
+            label = name if name is not None else f"number {index} of shape {tuple(param.shape)}"
             if param.is_complex():
                 raise ValueError(
                     f"parameter {label!r} is complex; ragged_optim updates real parameters (use torch.view_as_real)"
                 )
+            refuse_partial(param, label)
             policy = ParamPolicy() if given is not None else self._ask_policy(name, param)
             rule = first if policy.optimizer is None else self._known(rule_of(policy.optimizer))
             reason = rule.accepts(tuple(param.shape))
@@ -439,7 +440,11 @@ class RaggedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's; complete for every parameter that is not on the meta device."""
         self._complete_states()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        # torch.distributed.checkpoint.state_dict takes strings, and no dtypes.
+        for group in state_dict["param_groups"]:
+            group.update({key: str(value) for key, value in group.items() if isinstance(value, torch.dtype)})
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -476,7 +481,7 @@ class RaggedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             kept = {key: group[key] for key in ("params", "rule", "state_version")}
             names = {key: group[key] for key in ("param_names",) if key in group and key not in saved}
-            new = {key: value for key, value in saved.items() if key not in TORCH_SWITCHES}
+            new = {key: _dtype_of(value) for key, value in saved.items() if key not in TORCH_SWITCHES}
             merged = {**self.rule_of(group).defaults, **new, **kept, **names}
             group.clear()
             group.update(merged)
@@ -568,6 +573,13 @@ def _check_keys(rule: Rule, keys: Iterable[str], where: str) -> None:
             f"unknown hyperparameter {', '.join(map(repr, unknown))} for rule {rule.name!r} in {where}; it takes "
             f"{', '.join(rule.defaults)}"
         )
+
+
+def _dtype_of(value: Any) -> Any:
+    """``"torch.bfloat16"`` back to the dtype; anything else as it is."""
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
 
 
 def _hashable(value: Any) -> Any:

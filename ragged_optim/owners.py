@@ -54,14 +54,14 @@ def assign(jobs: Sequence[Job], world_size: int, fixed: Sequence[int | None] | N
     ``fixed[i]``: an owner that is already settled (its state lies there). A local job is owned where it lies.
     """
     settled = [job.local if fix is None else fix for job, fix in zip(jobs, fixed or [None] * len(jobs), strict=True)]
-    load = [0.0] * world_size
-    for job, owner in zip(jobs, settled, strict=True):
-        if owner is not None:
-            load[owner] += job.load(owner)
     owners = [-1 if owner is None else owner for owner in settled]
-    movable = sorted(
-        (i for i, owner in enumerate(settled) if owner is None), key=lambda i: (-jobs[i].flops, jobs[i].name)
-    )
+    # By name from here on: sums and ties must not depend on the order in which jobs were given.
+    order = sorted(range(len(jobs)), key=lambda i: jobs[i].name)
+    load = [0.0] * world_size
+    for i in order:
+        if owners[i] >= 0:
+            load[owners[i]] += jobs[i].load(owners[i])
+    movable = sorted((i for i in order if owners[i] < 0), key=lambda i: -jobs[i].flops)
     for i in movable:
         owners[i] = min(
             range(world_size), key=lambda rank: (load[rank] + jobs[i].load(rank), -jobs[i].held[rank], rank)
@@ -77,28 +77,27 @@ def _improve(jobs: Sequence[Job], owners: list[int], load: list[float], movable:
         return
     for _ in range(4 * len(movable)):
         slowest = max(range(len(load)), key=lambda rank: (load[rank], -rank))
-        best = (load[slowest] * (1 - 1e-9), -1, -1, -1)
-        for i in movable:
+        best = (load[slowest] * (1 - 1e-9), -1, -1, -1)  # (slowest load after, move this, swap it for that, with rank)
+        for this, i in enumerate(movable):
             if owners[i] != slowest:
                 continue
             without = load[slowest] - jobs[i].load(slowest)
             for rank in range(len(load)):
                 if rank != slowest:
-                    best = min(best, (max(without, load[rank] + jobs[i].load(rank)), i, -1, rank))
+                    best = min(best, (max(without, load[rank] + jobs[i].load(rank)), this, -1, rank))
             # A swap is worth a look only while there are few: it is quadratic.
-            for j in movable if len(movable) <= 256 else ():
+            for that, j in enumerate(movable) if len(movable) <= 256 else ():
                 rank = owners[j]
                 if rank != slowest and jobs[j].flops < jobs[i].flops:
                     here = without + jobs[j].load(slowest)
                     there = load[rank] - jobs[j].load(rank) + jobs[i].load(rank)
-                    best = min(best, (max(here, there), i, j, rank))
-        _, i, j, rank = best
-        if i < 0:
+                    best = min(best, (max(here, there), this, that, rank))
+        _, this, that, rank = best
+        if this < 0:
             return
-        load[slowest] -= jobs[i].load(slowest)
-        load[rank] += jobs[i].load(rank)
-        owners[i] = rank
-        if j >= 0:
-            load[rank] -= jobs[j].load(rank)
-            load[slowest] += jobs[j].load(slowest)
-            owners[j] = slowest
+        for number, source, target in ((this, slowest, rank), (that, rank, slowest)):
+            if number >= 0:
+                job = jobs[movable[number]]
+                load[source] -= job.load(source)
+                load[target] += job.load(target)
+                owners[movable[number]] = target

@@ -200,6 +200,7 @@ class Adam(RaggedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
         orig_param_policy: OrigParamPolicy | None = None,
     ) -> None:
@@ -207,7 +208,7 @@ class Adam(RaggedOptimizer):
         refuse("Adam", **{"fused=False": fused is False})
         super().__init__(
             params,
-            AdamRule,
+            AdamWRule if decoupled_weight_decay else AdamRule,
             orig_param_policy=orig_param_policy,
             lr=lr,
             betas=betas,

@@ -1,4 +1,5 @@
-"""What the optimizer tests share: parameters of odd shapes, gradients that do not depend on the world, and ways to shard them.
+"""What the optimizer tests share: parameters of odd shapes, gradients that do not depend on the world, and ways to
+shard them.
 
 A case is a list of shapes and a seed; every rank makes the same full tensors and takes its shard of them, so any layout
 must end with the same full parameters and states, bit for bit.
@@ -7,6 +8,7 @@ must end with the same full parameters and states, bit for bit.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,11 +31,14 @@ def ragged_units(numel: int, world: int, seed: int, row: int = 1) -> tuple[int, 
     blocks = -(-numel // row)
     cuts = sorted(int(x) for x in torch.randint(0, blocks + 1, (world - 1,), generator=generator))
     edges = [0, *(min(numel, cut * row) for cut in cuts), numel]
-    return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(edges))
 
 
 def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
-    """``tensor`` (the same on every rank) as ``layout`` has it: plain, shard0, shard1, replicate or ragged; on the last mesh dim."""
+    """``tensor`` (the same on every rank) as ``layout`` has it.
+
+    Plain, shard0, shard1, replicate or ragged; on the last mesh dim.
+    """
     from torch.distributed.tensor import Replicate
 
     if layout == "plain":
@@ -74,7 +79,10 @@ def train(
     lacking: Sequence[tuple[int, int]] = (),
     **options: Any,
 ) -> dict[str, list[str]]:
-    """Digests of each full parameter and its full states after ``steps`` steps. ``lacking``: (step, parameter) without a gradient."""
+    """Digests of each full parameter and its full states after ``steps`` steps.
+
+    ``lacking``: (step, parameter) without a gradient.
+    """
     mesh = None
     if layout != "plain":
         mesh = cluster.mesh(mesh_shape or (dist.get_world_size(),))
@@ -91,13 +99,10 @@ def train(
             grad = full(shape, 1000 + 100 * step + i + seed, dtype)
             param.grad = shard(grad, layout, mesh, seed + 31 * i)
         optimizer.step()
-    result = {}
-    for (name, param), group in (
-        ((f"layer.{i}.weight", p), g)
-        for i, p in enumerate(params)
-        for g in optimizer.param_groups
-        if any(p is q for q in g["params"])
-    ):
-        states = sorted(optimizer.state[param].items())
-        result[name] = [digest(param), *(f"{key}:{digest(value)}" for key, value in states)]
-    return result
+    return {
+        f"layer.{i}.weight": [
+            digest(param),
+            *(f"{key}:{digest(value)}" for key, value in sorted(optimizer.state[param].items())),
+        ]
+        for i, param in enumerate(params)
+    }

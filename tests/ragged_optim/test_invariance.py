@@ -22,13 +22,7 @@ SHAPES = st.one_of(
     st.tuples(st.integers(1, 4), SIZES, SIZES),
     st.sampled_from([(0, 4), (5, 0), (0,), (1, 1), (1, 13), (13, 1), (2, 3, 4, 5)]),
 )
-import importlib.util
-
-LAYOUTS = (
-    ["shard0", "ragged", "ragged7", "replicate"]
-    if importlib.util.find_spec("ragged_shard.install")
-    else ["shard0", "replicate"]
-)
+LAYOUTS = ["shard0", "ragged", "ragged7", "replicate"]
 
 
 def run(name: str, *args: Any, **kwargs: Any) -> dict[str, list[str]]:

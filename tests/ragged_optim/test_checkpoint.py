@@ -1,0 +1,170 @@
+"""States are DTensors.
+
+Plain DCP saves them and reshards them to other worlds and layouts, and training continues exactly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import ragged_optim
+from tests import cluster
+from tests.ragged_optim.models import digest, full, shard
+
+SHAPES = {"embed.weight": (11, 6), "a.weight": (17, 6), "a.bias": (17,), "experts": (3, 5, 4), "b.weight": (5, 17)}
+
+
+class Model(nn.Module):
+    """Parameters only; the tests write the gradients."""
+
+    def __init__(self, layout: str, seed: int) -> None:
+        super().__init__()
+        mesh = None if layout == "plain" else cluster.mesh((dist.get_world_size(),))
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            owner: nn.Module = self
+            *parents, leaf = name.split(".")
+            for parent in parents:
+                if not hasattr(owner, parent):
+                    owner.add_module(parent, nn.Module())
+                owner = getattr(owner, parent)
+            owner.register_parameter(leaf, nn.Parameter(shard(full(shape, seed + i), layout, mesh, seed + 7 * i)))
+
+
+def grad_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    for i, (name, param) in enumerate(model.named_parameters()):
+        grad = full(SHAPES[name], 1000 * step + i)
+        if isinstance(param, DTensor):
+            grad = torch.distributed.tensor.distribute_tensor(
+                grad, param.device_mesh, param.placements, src_data_rank=None
+            )
+        param.grad = grad
+    optimizer.step()
+
+
+def digests(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {
+        name: [digest(param), *(f"{key}={digest(value)}" for key, value in sorted(optimizer.state[param].items()))]
+        for name, param in model.named_parameters()
+    }
+
+
+def train(
+    name: str,
+    options: dict[str, Any],
+    layout: str,
+    seed: int,
+    steps: range,
+    load: str | None,
+    save: str | None,
+    flatten: bool,
+) -> dict[str, Any]:
+    model = Model(layout, 0 if load is None else seed)
+    optimizer = getattr(ragged_optim, name)(model.named_parameters(), **options)
+    state_options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    if load is not None:
+        weights, states = get_state_dict(model, optimizer, options=state_options)
+        saved = {"model": weights, "optimizer": states}
+        dcp.load(saved, checkpoint_id=load)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=state_options,
+        )
+    for step in steps:
+        grad_step(model, optimizer, step)
+    if save is not None:
+        weights, states = get_state_dict(model, optimizer, options=state_options)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=save)
+    return digests(model, optimizer)
+
+
+ALGORITHMS = [("AdamW", {"lr": 0.01, "amsgrad": True}), ("Muon", {"lr": 0.02, "adamw_lr": 0.003})]
+ALGORITHMS += [
+    (name, options)
+    for name, options in (
+        ("SGD", {"lr": 0.01, "momentum": 0.9}),
+        ("Lion", {"lr": 0.01}),
+        ("NorMuon", {"lr": 0.02}),
+        ("Shampoo", {"lr": 0.02, "precondition_frequency": 2}),
+        ("SOAP", {"lr": 0.02, "precondition_frequency": 2}),
+    )
+    if name in dir(ragged_optim)
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+def test_training_continues_exactly_over_worlds_2_3_1(
+    name: str, options: dict[str, Any], flatten: bool, tmp_path: Path
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    (expected,) = cluster.run(1, train, name, options, "ragged", 0, range(6), None, None, flatten)
+    cluster.run(2, train, name, options, "ragged", 0, range(2), None, first, flatten)
+    cluster.run(3, train, name, options, "shard0", 1, range(2, 4), first, second, flatten)
+    (got,) = cluster.run(1, train, name, options, "ragged", 2, range(4, 6), second, None, flatten)
+    assert got == expected
+
+
+def full_states(name: str) -> list[Any]:
+    model = Model("ragged", 0)
+    optimizer = getattr(ragged_optim, name)(model.named_parameters())
+    for step in range(2):
+        grad_step(model, optimizer, step)
+    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    model2 = Model("shard0", 0)
+    for p, q in zip(model.parameters(), model2.parameters(), strict=True):
+        with torch.no_grad():
+            q.copy_(p.redistribute(placements=q.placements))
+    optimizer2 = getattr(ragged_optim, name)(model2.named_parameters())
+    set_optimizer_state_dict(
+        model2, optimizer2, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
+    for m, o in ((model, optimizer), (model2, optimizer2)):
+        grad_step(m, o, 5)
+    return [digests(model, optimizer), digests(model2, optimizer2)]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_full_state_dict_loads_into_another_layout(name: str) -> None:
+    for a, b in cluster.run(2, full_states, name):
+        assert a == b
+
+
+def keys_and_placements() -> list[Any]:
+    model = Model("ragged", 0)
+    optimizer = ragged_optim.Muon(model.named_parameters())
+    return [
+        (
+            name,
+            {
+                k: (tuple(v.shape), v.to_local().shape == p.to_local().shape)
+                for k, v in optimizer.state[p].items()
+                if v.ndim
+            },
+        )
+        for name, p in model.named_parameters()
+    ]
+
+
+def test_every_rank_has_every_key_and_states_lie_as_their_parameter() -> None:
+    answers = cluster.run(4, keys_and_placements)
+    assert all(answer == answers[0] for answer in answers)
+    assert dict(answers[0])["a.weight"] == {"momentum_buffer": ((17, 6), True)}
+    assert all(same for _, states in answers[0] for _, same in states.values())

@@ -1,0 +1,361 @@
+"""The torch.optim contract: what schedulers, scalers, hooks, checkpoints and users of param groups rely on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import ragged_optim
+from ragged_optim import ParamPolicy
+from tests.ragged_optim.models import full
+
+NAMES = [
+    name
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Muon", "NorMuon", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit")
+    if name in dir(ragged_optim)
+]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+
+
+def build(name: str, module: nn.Module, **options: Any) -> Any:
+    return getattr(ragged_optim, name)(module.named_parameters(), **options)
+
+
+def loss_of(module: nn.Module, seed: int = 0) -> Tensor:
+    return module(full((6, 8), seed)).square().mean()
+
+
+def step(optimizer: Any, module: nn.Module, seed: int = 0) -> None:
+    optimizer.zero_grad()
+    loss_of(module, seed).backward()
+    optimizer.step()
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_lowers_the_loss(name: str) -> None:
+    module = model()
+    optimizer = build(name, module, lr=0.02)
+    before = float(loss_of(module))
+    for _ in range(10):
+        step(optimizer, module)
+    assert float(loss_of(module)) < 0.9 * before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_closure_is_called_with_gradients_enabled_and_its_loss_returned(name: str) -> None:
+    module = model()
+    optimizer = build(name, module)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(module)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert float(loss) > 0
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_complete_before_any_gradient(name: str) -> None:
+    module = model()
+    optimizer = build(name, module)
+    before = {k: {key: value.shape for key, value in v.items()} for k, v in optimizer.state_dict()["state"].items()}
+    assert len(before) == 3
+    step(optimizer, module)
+    after = {k: {key: value.shape for key, value in v.items()} for k, v in optimizer.state_dict()["state"].items()}
+    assert before == after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_without_gradient_is_left_alone_with_its_state(name: str) -> None:
+    module = model()
+    optimizer = build(name, module)
+    step(optimizer, module)
+    param = next(module.parameters())
+    kept = param.detach().clone(), copy.deepcopy(optimizer.state[param])
+    loss_of(module, 1).backward()
+    param.grad = None
+    optimizer.step()
+    assert torch.equal(param, kept[0])
+    assert all(torch.equal(optimizer.state[param][key], value) for key, value in kept[1].items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maximize_is_minimising_the_negative(name: str) -> None:
+    a, b = model(), model()
+    up, down = build(name, a, maximize=True), build(name, b)
+    for seed in range(3):
+        up.zero_grad()
+        down.zero_grad()
+        (-loss_of(a, seed)).backward()
+        loss_of(b, seed).backward()
+        up.step()
+        down.step()
+    assert_same(weights(a), weights(b))
+    assert float(next(a.parameters()).grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
+        lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=2),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        ),
+    ],
+    ids=["lambda", "cosine", "onecycle", "cyclic", "plateau", "sequential"],
+)
+def test_schedulers(name: str, tensor_lr: bool, schedule: Any) -> None:
+    if name in ("Shampoo", "SOAP") and tensor_lr:
+        pytest.skip("as the others")
+    module = model()
+    lr = torch.tensor(0.02) if tensor_lr else 0.02
+    optimizer = build(name, module, lr=lr)
+    scheduler = schedule(optimizer)
+    seen = []
+    for seed in range(5):
+        step(optimizer, module, seed)
+        scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+        seen.append([float(group["lr"]) for group in optimizer.param_groups])
+    assert len({tuple(lrs) for lrs in seen}) > 1
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_momentum_cycling_reaches_groups_of_other_algorithms() -> None:
+    module = model()
+    optimizer = build("Muon", module)
+    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, base_momentum=0.7, max_momentum=0.8)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.8, 0.8]
+    step(optimizer, module)
+    (bias,) = (p for p in module.parameters() if p.ndim == 1)
+    torch.testing.assert_close(optimizer.state[bias]["exp_avg"], (1 - 0.8) * bias.grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_round_trip_continues_exactly(name: str) -> None:
+    module = model()
+    optimizer = build(name, module, lr=0.05)
+    for seed in range(3):
+        step(optimizer, module, seed)
+    file = io.BytesIO()
+    torch.save([module.state_dict(), optimizer.state_dict()], file)
+    for seed in range(3, 5):
+        step(optimizer, module, seed)
+    file.seek(0)
+    module2 = model()
+    optimizer2 = build(name, module2)
+    saved = torch.load(file, weights_only=True)
+    module2.load_state_dict(saved[0])
+    addresses = {(p, key): value.data_ptr() for p, state in optimizer2.state.items() for key, value in state.items()}
+    optimizer2.load_state_dict(saved[1])
+    assert addresses == {
+        (p, key): value.data_ptr() for p, state in optimizer2.state.items() for key, value in state.items()
+    }
+    assert [group["lr"] for group in optimizer2.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    for seed in range(3, 5):
+        step(optimizer2, module2, seed)
+    assert_same(weights(module), weights(module2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deepcopy_and_pickle_continue_exactly(name: str) -> None:
+    module = model()
+    optimizer = build(name, module)
+    step(optimizer, module)
+    module2, optimizer2 = copy.deepcopy((module, optimizer))
+    module3, optimizer3 = pickle.loads(pickle.dumps((module, optimizer)))
+    for m, o in ((module, optimizer), (module2, optimizer2), (module3, optimizer3)):
+        step(o, m, 1)
+    assert_same(weights(module), weights(module2))
+    assert_same(weights(module), weights(module3))
+
+
+def test_states_keep_their_dtype_when_loaded_into_parameters_of_another() -> None:
+    # pytorch/pytorch#43706: torch casts fp32 moments to the parameter's bf16.
+    param = nn.Parameter(full((8, 8), 0, torch.bfloat16))
+    optimizer = ragged_optim.AdamW([param], state_dtype=torch.float32)
+    param.grad = full((8, 8), 1, torch.bfloat16)
+    optimizer.step()
+    again = ragged_optim.AdamW([nn.Parameter(param.detach().clone())], state_dtype=torch.float32)
+    again.load_state_dict(optimizer.state_dict())
+    (state,) = again.state.values()
+    assert state["exp_avg"].dtype == torch.float32 and torch.equal(state["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_state_dicts_of_torch_load_and_ours_load_into_torch(name: str) -> None:
+    module, module2 = model(), model()
+    theirs = getattr(torch.optim, name)(module.parameters(), lr=0.03)
+    for seed in range(2):
+        step(theirs, module, seed)
+    ours = getattr(ragged_optim, name)(module2.parameters())
+    module2.load_state_dict(module.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.03
+    step(theirs, module, 2)
+    step(ours, module2, 2)
+    for a, b in zip(weights(module), weights(module2), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    theirs.load_state_dict(ours.state_dict())
+    assert float(theirs.state[next(module.parameters())]["step"]) == 3
+
+
+def test_groups_keep_their_own_hyperparameters() -> None:
+    module = model()
+    first, bias, last = module.named_parameters()
+    optimizer = ragged_optim.Muon(
+        [{"params": [first], "lr": 0.5, "momentum": 0.1}, {"params": [bias, last], "adamw_lr": 0.25}], lr=0.02
+    )
+    got = [(g["rule"], g["lr"], g.get("momentum"), g["param_names"]) for g in optimizer.param_groups]
+    assert got == [
+        ("muon", 0.5, 0.1, ["0.weight"]),
+        ("muon", 0.02, 0.95, ["2.weight"]),
+        ("adamw", 0.25, None, ["0.bias"]),
+    ]
+
+
+def test_a_group_may_name_its_rule() -> None:
+    module = model()
+    first, bias, last = module.named_parameters()
+    optimizer = ragged_optim.Muon(
+        [{"params": [first]}, {"params": [bias, last], "rule": "adamw", "lr": 0.125}], lr=0.02
+    )
+    assert [(g["rule"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
+        ("muon", 0.02, 1),
+        ("adamw", 0.125, 2),
+    ]
+
+
+def test_policy_sets_rule_and_hyperparameters_per_parameter() -> None:
+    def policy(name: str, parameter: Tensor) -> ParamPolicy | None:
+        return ParamPolicy(optimizer="muon", lr=0.5) if name == "0.weight" else None
+
+    optimizer = build("AdamW", model(), lr=0.125, orig_param_policy=policy)
+    assert [(g["rule"], g["lr"], g["param_names"]) for g in optimizer.param_groups] == [
+        ("adamw", 0.125, ["0.bias", "2.weight"]),
+        ("muon", 0.5, ["0.weight"]),
+    ]
+
+
+def test_add_param_group_splits_by_rule_and_checks() -> None:
+    module, more = model(), model()
+    optimizer = build("Muon", module, lr=0.02)
+    optimizer.add_param_group({"params": [("more." + n, p) for n, p in more.named_parameters()], "lr": 0.01})
+    assert [(g["rule"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
+        ("muon", 0.02, 2),
+        ("adamw", 1e-3, 1),
+        ("muon", 0.01, 2),
+        ("adamw", 1e-3, 1),
+    ]
+    step(optimizer, module)
+    step(optimizer, more)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [("again", next(module.parameters()))]})
+
+
+def test_hooks_fire() -> None:
+    module, seen = model(), []
+    optimizer = build("AdamW", module)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    step(optimizer, module)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["pre", "post", "saved", "loading", "loaded"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grad_scaler_skips_a_step_with_an_inf(name: str) -> None:
+    module = model()
+    optimizer = build(name, module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = weights(module)
+    scaler.scale(loss_of(module)).backward()
+    next(module.parameters()).grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(before, weights(module))
+    optimizer.zero_grad()
+    scaler.scale(loss_of(module)).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(before[0], weights(module)[0])
+
+
+def test_meta_parameters_get_their_state_when_materialised() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(4, 4)
+    future = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        optimizer = ragged_optim.AdamW(module.parameters())
+        assert not optimizer.state
+        module.to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(future)
+    nn.init.ones_(module.weight)
+    assert len(optimizer.state_dict()["state"]) == 2
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert float(module.weight.max()) < 1
+
+
+def test_frozen_parameters_have_no_state_until_they_get_a_gradient() -> None:
+    module = model()
+    module[0].weight.requires_grad_(False)
+    optimizer = build("AdamW", module)
+    assert len(optimizer.state) == 2
+    step(optimizer, module)
+    module[0].weight.requires_grad_(True)
+    step(optimizer, module)
+    assert len(optimizer.state) == 3
+
+
+def test_constructors_name_every_hyperparameter() -> None:
+    for name in NAMES:
+        parameters = inspect.signature(getattr(ragged_optim, name)).parameters
+        assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()), name
+        theirs = getattr(torch.optim, name, None)
+        if theirs is None:
+            continue
+        for key, parameter in inspect.signature(theirs).parameters.items():
+            assert key in parameters, (name, key)
+            if isinstance(parameter.default, (int, float, tuple)):
+                assert parameters[key].default == parameter.default, (name, key)
+
+
+def test_public_names_are_there() -> None:
+    for name in ragged_optim.__all__:
+        assert getattr(ragged_optim, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Adagrad'"):
+        _ = ragged_optim.Adagrad

@@ -1,0 +1,241 @@
+"""Bad input: one clear error that names the parameter or key and says what to do; nothing is changed before it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+import ragged_optim
+from ragged_optim import Block, MatrixRule, ParamPolicy, RaggedOptimizer, StateSpec, policies
+from tests import cluster
+from tests.ragged_optim.models import full, shard
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(full(shape, 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ragged_optim.AdamW([]), ValueError, "empty parameter list"),
+        (lambda: ragged_optim.AdamW(parameter(2)), TypeError, "iterable of Tensors"),
+        (lambda: ragged_optim.AdamW([3]), TypeError, "can only optimize Tensors"),
+        (lambda: ragged_optim.AdamW([parameter(2)], lr=-1.0), ValueError, "lr must be at least 0, got -1"),
+        (lambda: ragged_optim.AdamW([parameter(2)], lr=float("nan")), ValueError, "lr must be at least 0, got nan"),
+        (lambda: ragged_optim.AdamW([parameter(2)], lr=torch.ones(2)), ValueError, "tensor of one element"),
+        (lambda: ragged_optim.AdamW([parameter(2)], betas=(1.0, 0.9)), ValueError, "betas must be two numbers"),
+        (lambda: ragged_optim.AdamW([parameter(2)], capturable=True), ValueError, "does not support capturable"),
+        (
+            lambda: ragged_optim.AdamW([parameter(2)], differentiable=True),
+            ValueError,
+            "does not support differentiable",
+        ),
+        (lambda: ragged_optim.AdamW([parameter(2)], foreach=True), ValueError, "does not support foreach"),
+        (lambda: ragged_optim.AdamW([parameter(2)], learning_rate=1), TypeError, "learning_rate"),
+        (
+            lambda: ragged_optim.AdamW([{"params": [parameter(2)], "learning_rate": 1}]),
+            ValueError,
+            "unknown hyperparameter 'learning_rate' for rule 'adamw' in this param group; it takes lr, betas",
+        ),
+        (
+            lambda: ragged_optim.Muon(
+                [("a.weight", parameter(2, 2))], orig_param_policy=lambda n, p: ParamPolicy(foo=1)
+            ),
+            ValueError,
+            "unknown hyperparameter 'foo' for rule 'muon' in the policy of parameter 'a.weight'",
+        ),
+        (
+            lambda: ragged_optim.AdamW([("a", parameter(2))], orig_param_policy=lambda n, p: "muon"),
+            TypeError,
+            r"orig_param_policy\('a', ...\) returned 'muon'",
+        ),
+        (
+            lambda: ragged_optim.AdamW(
+                [("a", parameter(2))], orig_param_policy=lambda n, p: ParamPolicy(optimizer="lamb")
+            ),
+            ValueError,
+            "unknown optimizer rule 'lamb'; known: ",
+        ),
+        (
+            lambda: ragged_optim.Muon([parameter(2)]),
+            ValueError,
+            r"parameter 'number 0 of shape \(2,\)'.*named_parameters",
+        ),
+        (
+            lambda: ragged_optim.Muon(
+                [("b", parameter(2))], orig_param_policy=lambda n, p: ParamPolicy(optimizer="muon")
+            ),
+            ValueError,
+            r"parameter 'b' of shape \(2,\) cannot be updated by muon: it needs a matrix",
+        ),
+        (
+            lambda: ragged_optim.AdamW([parameter(2)], orig_param_policy=policies.muon()),
+            ValueError,
+            "pass model.named_parameters",
+        ),
+        (
+            lambda: ragged_optim.Muon([("q.weight", parameter(8, 4))], split_sizes=(4, 5)),
+            ValueError,
+            r"parameter 'q.weight': split_sizes=\(4, 5\) must be positive and sum to the 8 rows",
+        ),
+        (lambda: ragged_optim.Muon([parameter(2, 2)], ns_coefficients="jordan"), ValueError, "unknown ns_coefficients"),
+        (lambda: ragged_optim.Muon([parameter(2, 2)], adjust_lr_fn="rms"), ValueError, "adjust_lr_fn must be one of"),
+        (lambda: ragged_optim.Muon([parameter(2, 2)], weight_decay_mode="l2"), ValueError, "weight_decay_mode must be"),
+        (lambda: ragged_optim.Muon([parameter(2, 2)], ns_dtype=torch.int8), ValueError, "ns_dtype must be a floating"),
+        (
+            lambda: ragged_optim.AdamW(
+                [("a", parameter(2))], orig_param_policy=policies.by_name({"*.q_proj.weight": ParamPolicy()})
+            ),
+            ValueError,
+            r"pattern\(s\) '\*.q_proj.weight' match no parameter; the names are such as 'a'",
+        ),
+        (
+            lambda: ragged_optim.AdamW([("c", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))]),
+            ValueError,
+            "parameter 'c' is complex",
+        ),
+        (lambda: ragged_optim.AdamW([("a", parameter(2)), parameter(2)]), ValueError, "with/without names"),
+        (lambda: ragged_optim.AdamW([{"params": {parameter(2)}}]), TypeError, "sets have no order"),
+    ],
+)
+def test_construction(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_two_rules_for_one_parameter() -> None:
+    param = parameter(2, 2)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ragged_optim.Muon([{"params": [param]}, {"params": [param], "rule": "adamw"}])
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = ragged_optim.AdamW(embedding.named_parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="gradient of parameter 'weight' is sparse"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["param_groups"].pop(), "different number of parameter groups: 1, this optimizer has 2"),
+        (
+            lambda s: s["param_groups"][0].update(state_version=99),
+            "state version 99; this library knows versions up to 1",
+        ),
+        (lambda s: s["param_groups"][0].update(rule="shampoo"), "updated by muon, the state dict is of shampoo"),
+        (lambda s: s["param_groups"][0].update(params=[0, 1]), "2 parameters instead of 1"),
+        (lambda s: s["param_groups"][0].update(speed=1), "unknown hyperparameters for muon: speed"),
+        (
+            lambda s: s["state"][0].update(exp_avg=torch.zeros(3, 4)),
+            "'exp_avg' for parameter 'w.weight', which muon does not",
+        ),
+        (
+            lambda s: s["state"][0].update(momentum_buffer=torch.zeros(4, 3)),
+            r"'momentum_buffer' of shape \(4, 3\) for parameter",
+        ),
+        (lambda s: s["state"][1].pop("step"), "lacks 'step' of parameter 'w.bias'"),
+    ],
+)
+def test_state_dicts_of_another_optimizer_change_nothing(change: Any, message: str) -> None:
+    params = [("w.weight", parameter(3, 4)), ("w.bias", parameter(3))]
+    optimizer = ragged_optim.Muon(params)
+    for _, param in params:
+        param.grad = full(param.shape, 1)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(saved)
+    change(saved)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    now = optimizer.state_dict()
+    assert now["param_groups"] == kept["param_groups"]
+    for i in kept["state"]:
+        assert all(torch.equal(now["state"][i][key], value) for key, value in kept["state"][i].items())
+
+
+def on_ranks(kind: str) -> str:
+    mesh = cluster.mesh((2,))
+    try:
+        if kind == "partial":
+            tensor = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+            ragged_optim.AdamW([("p", nn.Parameter(tensor))])
+        elif kind == "gradient":
+            param = nn.Parameter(shard(full((4, 4), 0), "shard0", mesh))
+            optimizer = ragged_optim.AdamW([("p", param)])
+            param.grad = shard(full((4, 4), 0), "replicate", mesh)
+            optimizer.step()
+        elif kind == "tile":
+            param = nn.Parameter(shard(full((33, 4), 0), "shard0", mesh))
+            RaggedOptimizer([("p", param)], Tiles)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+class Tiles(ragged_optim.BlockwiseRule):
+    name = "tiles"
+    defaults: ClassVar[dict[str, float]] = {"lr": 1.0}
+
+    def init(self, shape: tuple[int, ...], group: Any) -> dict[str, StateSpec]:
+        return {}
+
+    def block(self, shape: tuple[int, ...], group: Any) -> Block:
+        return Block.tile(32, 32)
+
+    def update(self, param: Any, grad: Any, state: Any, group: Any, extent: Any) -> None:
+        param.sub_(grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("partial", "parameter 'p' is P(sum) on mesh dim 0: redistribute it before"),
+        ("gradient", "redistribute the gradient to the parameter's placements"),
+        ("tile", "a rank boundary at element 68 cuts the block of elements 0 to 128. Shard it with fsdp.fully_shard"),
+    ],
+)
+def test_layouts_are_refused_alike_on_all_ranks(kind: str, message: str) -> None:
+    messages = cluster.run(2, on_ranks, kind)
+    assert messages[0] == messages[1]
+    assert message in messages[0]
+
+
+class Sign(MatrixRule):
+    """The sign of the momentum: as short as a rule gets."""
+
+    name = "sign"
+    defaults: ClassVar[dict[str, float]] = {"lr": 0.5, "momentum": 0.5}
+
+    def init(self, shape: tuple[int, ...], group: Any) -> dict[str, StateSpec]:
+        return {"momentum_buffer": StateSpec(shape)}
+
+    def direction(self, param: Any, grad: Any, state: Any, group: Any) -> Any:
+        return state["momentum_buffer"].lerp_(grad, 1 - group["momentum"]).clone()
+
+    def update(self, matrix: Any, state: Any, group: Any) -> Any:
+        return matrix.sign()
+
+    def apply(self, param: Any, update: Any, state: Any, group: Any, shape: tuple[int, int]) -> None:
+        param.sub_(update, alpha=group["lr"])
+
+
+def test_a_rule_of_ones_own_runs_and_is_checked() -> None:
+    param = parameter(3, 4)
+    start = param.detach().clone()
+    optimizer = RaggedOptimizer([param], Sign, lr=0.25)
+    param.grad = full((3, 4), 1)
+    optimizer.step()
+    assert torch.equal(param.detach(), start - 0.25 * param.grad.sign())
+    with pytest.raises(ValueError, match="unknown hyperparameter 'nesterov' for rule 'sign'"):
+        RaggedOptimizer([parameter(3, 4)], Sign, nesterov=True)
+    with pytest.raises(TypeError, match="a rule is a name or a subclass"):
+        RaggedOptimizer([parameter(3, 4)], int)  # type: ignore[arg-type]
