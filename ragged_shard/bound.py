@@ -29,13 +29,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ragged_shard.planner import TensorSpec
 
 __all__ = ["Kind", "Problem", "Target", "lower_bound", "packing_bound", "problems", "targets", "tightest"]
 
+NUMBER = re.compile("([0-9]+)")
 VECTOR_BYTES = 16  # starts of tensors: what vectorised kernels and TMA descriptors ask for
 
 MAX_FORCED_BLOCKS = 8  # 2**8 sets of blocks; the blocks of the longest tensors are kept, which only weakens the bound
@@ -84,15 +85,15 @@ def packing_bound(kinds: Sequence[Kind], world_size: int) -> int:
 
     It holds for uneven shards, permuted blocks and tensors in several pieces too. ``kinds`` may be empty (0).
     """
-    return _packing(kinds, world_size)[0]
+    return _packing(kinds, world_size, 1)[0]
 
 
-def _packing(kinds: Sequence[Kind], world_size: int) -> tuple[int, str, Kind | None]:
+def _packing(kinds: Sequence[Kind], world_size: int, alignment: int) -> tuple[int, str, Kind | None]:
     total = 0
     blocks: dict[int, Kind] = {}
     for kind in kinds:
         total += kind.numel * kind.copies
-        if kind.block > 1:
+        if alignment % kind.block:  # the others say no more than the average, rounded up to the alignment
             blocks[kind.block] = max(kind, blocks.get(kind.block, kind))
     need, why, witness = ceil_div(total, world_size), "average", None
     largest = max(blocks, default=0)
@@ -101,8 +102,8 @@ def _packing(kinds: Sequence[Kind], world_size: int) -> tuple[int, str, Kind | N
     for unit in sorted(blocks):
         units = 0
         for numel, block, copies in kinds:
-            whole, rest = divmod(numel, block)
-            units += copies * (whole * (block // unit) + rest // unit)
+            if block >= unit:
+                units += copies * (numel // block * (block // unit) + numel % block // unit)
         least = unit * ceil_div(units, world_size)
         if least > need:
             need, why, witness = least, "packing", blocks[unit]
@@ -130,7 +131,7 @@ def targets(kinds: Sequence[Kind], world_size: int, alignment: int) -> list[Targ
 
 def _targets(kinds: Sequence[Kind], world_size: int, alignment: int, *, prune: bool) -> list[Target]:
     """``prune`` leaves out targets that cannot be the least."""
-    base = _packing(kinds, world_size)
+    base = _packing(kinds, world_size, alignment)
     floor = base[0]
     # only a tensor longer than the shard can force anything, and no shard is shorter than the floor
     long = sorted([(-k.numel, k.block, k) for k in kinds if k.numel > floor and alignment % k.block])
@@ -192,9 +193,12 @@ class Problem:
     names: tuple[tuple[str, ...], ...]
 
 
-def natural(name: str) -> tuple[object, ...]:
+def natural(name: str) -> list[Any]:
     """Sorts ``experts.10`` after ``experts.9``."""
-    return (*(int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)), name)
+    parts: list[Any] = NUMBER.split(name)
+    parts[1::2] = map(int, parts[1::2])
+    parts.append(name)
+    return parts
 
 
 def problems(specs: Iterable[TensorSpec], alignment_bytes: int = 128) -> list[Problem]:

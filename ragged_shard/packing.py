@@ -27,7 +27,7 @@ __all__ = ["Layout", "Run", "earliest", "fit", "pack", "pack_exactly", "paper_se
 
 Run = tuple[int, int, int]
 
-WORK_LIMIT = 60_000  # steps of one search, each about half a microsecond
+WORK_LIMIT = 50000  # steps of one search, each about half a microsecond
 EXACT_STEPS = 3_000  # steps of one exact packing
 EXHAUSTIVE_STEPS = 40_000  # steps of trying every shard exactly
 PAPER_TENSORS = 256  # more tensors than these: the paper's search in declared order is not among our candidates
@@ -42,6 +42,7 @@ class Layout:
     runs: tuple[Run, ...]
     lower_bound: int
     target: Target
+    steps: int  # the work it took
 
 
 class Budget:
@@ -351,7 +352,7 @@ def search(kinds: tuple[Kind, ...], world_size: int, alignment: int, work_limit:
     """The best layout found in about ``work_limit`` steps. ``kinds`` may be empty."""
     target = tightest(kinds, world_size, alignment)
     if not kinds:
-        return Layout(0, (), 0, target)
+        return Layout(0, (), 0, target, 0)
     state = _Search(kinds, world_size, alignment, work_limit)
     best = bound = target.shard
     runs = state.fits(bound)
@@ -359,7 +360,7 @@ def search(kinds: tuple[Kind, ...], world_size: int, alignment: int, work_limit:
         best, runs = state.above(bound)
         if best > bound:
             best, runs, bound = state.every_shard(bound, best, runs)
-    return Layout(best, in_order(runs), bound, target)
+    return Layout(best, in_order(runs), bound, target, work_limit - state.budget.steps)
 
 
 def fit(

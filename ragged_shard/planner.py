@@ -19,9 +19,9 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Literal, cast
@@ -32,6 +32,7 @@ from ragged_shard.bound import (
     ceil_div,
     lower_bound,
     natural,
+    packing_bound,
     problems,
     round_up,
     rounded,
@@ -46,6 +47,7 @@ Method = Literal["ours", "paper"]
 
 SPLITS_DRAFTED, DRAFT_WORK_LIMIT = 128, 2_000  # groupings of the blocks; steps of the search for one buffer
 SPLITS_PLANNED, SPLIT_WORK_LIMIT = 8, 20_000
+SPLIT_STEPS = 60_000  # of all these searches together
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class BufferPlan:
     @cached_property
     def is_padded(self) -> bool:
         """Whether every rank owns exactly its chunk."""
-        return self.cuts == even_cuts(self.world_size, self.shard)
+        even = even_cuts(self.world_size, self.shard)
+        return self.cuts is even or self.cuts == even
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -315,6 +318,7 @@ class BucketPlan:
             raise ValueError(f"not a BucketPlan in JSON: {error!r}") from None
 
 
+@lru_cache(maxsize=64)
 def even_cuts(world_size: int, shard: int) -> tuple[int, ...]:
     return tuple(range(0, world_size * shard + 1, shard)) if shard else (0,) * (world_size + 1)
 
@@ -416,7 +420,7 @@ def split(
     """The fewest buffers, by block, that save enough against one buffer: (tensors, layout) of each.
 
     A further buffer has to save ``min_saving`` of the tensors' elements. Of all groupings of the blocks into two,
-    three, ... buffers those with the least sum of lower bounds are planned.
+    three, ... buffers those with the least sum of lower bounds are planned; ``min_saving=0`` plans more of them.
     """
     chosen = [(problem, single)]
     numel = sum(kind.numel * kind.copies for kind in problem.kinds)
@@ -424,28 +428,32 @@ def split(
     # elements per rank that are worth a buffer, and that are worth going on for
     enough = max(1, ceil_div(int(min_saving * numel), world_size))
     close = enough // 10
+    steps = SPLIT_STEPS if min_saving else 30 * SPLIT_STEPS
+    floor = packing_bound(problem.kinds, world_size)  # of any buffers whatsoever
 
     def planned(groups: Sequence[tuple[int, ...]], work_limit: int) -> tuple[int, list[tuple[Problem, Layout]]]:
         parts = [select(problem, group) for group in groups]
         layouts = [search(part.kinds, world_size, problem.alignment, work_limit) for part in parts]
+        nonlocal steps
+        steps -= sum(layout.steps for layout in layouts)
         return sum(layout.shard for layout in layouts), list(zip(parts, layouts, strict=True))
 
     for count in range(2, min(max_buffers, len(blocks)) + 1):
         total = sum(layout.shard for _, layout in chosen)
         limit = total - enough  # what a candidate may have at most
-        if limit * world_size < numel:
+        if limit < floor:
             break
         best: tuple[int, list[tuple[Problem, Layout]]] = limit + 1, []
         drafts = []
         # a short search for many groupings, a long one for the most promising
         for bound, groups in groupings(problem, world_size, blocks, count)[:SPLITS_DRAFTED]:
-            if bound > limit or bound >= best[0] - close:
+            if bound > limit or bound >= best[0] - close or steps < 0:
                 break
             draft = planned(groups, DRAFT_WORK_LIMIT)
             drafts.append((draft[0], bound, groups))
             best = min(best, draft, key=itemgetter(0))
         for size, bound, groups in sorted(drafts)[:SPLITS_PLANNED]:
-            if bound < min(size, best[0] - close):
+            if bound < min(size, best[0] - close) and steps > 0:
                 best = min(best, planned(groups, SPLIT_WORK_LIMIT), key=itemgetter(0))
         if best[0] <= limit:
             chosen = best[1]
@@ -456,25 +464,34 @@ def groupings(
     problem: Problem, world_size: int, blocks: Sequence[int], count: int
 ) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
     """(sum of lower bounds, blocks of each buffer) for every way to make ``count`` buffers, best first."""
+    bounds: dict[tuple[int, ...], int] = {}
+    found = []
+    for groups in partitions(tuple(blocks), count):
+        bound = 0
+        for group in groups:
+            if group not in bounds:
+                kinds = tuple([kind for kind in problem.kinds if kind.block in group])
+                bounds[group] = tightest(kinds, world_size, problem.alignment).shard
+            bound += bounds[group]
+        found.append((bound, groups))
+    return sorted(found)
 
-    def bound(group: tuple[int, ...]) -> int:
-        kinds = tuple([kind for kind in problem.kinds if kind.block in group])
-        return tightest(kinds, world_size, problem.alignment).shard
 
-    return sorted((sum(map(bound, groups)), groups) for groups in partitions(tuple(blocks), count))
-
-
-def partitions(items: tuple[int, ...], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+@lru_cache(maxsize=64)
+def partitions(items: tuple[int, ...], count: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Every way to put ``items`` into ``count`` unordered groups, none empty."""
     if count == 1:
-        yield (items,)
-    elif len(items) >= count:
-        first, rest = items[0], items[1:]
-        for others in partitions(rest, count - 1):
-            yield ((first,), *others)
-        for groups in partitions(rest, count):
-            for i, group in enumerate(groups):
-                yield (*groups[:i], (first, *group), *groups[i + 1 :])
+        return ((items,),)
+    if len(items) < count:
+        return ()
+    first, rest = items[0], items[1:]
+    alone = [((first,), *others) for others in partitions(rest, count - 1)]
+    joined = [
+        (*groups[:i], (first, *group), *groups[i + 1 :])
+        for groups in partitions(rest, count)
+        for i, group in enumerate(groups)
+    ]
+    return (*alone, *joined)
 
 
 def select(problem: Problem, blocks: tuple[int, ...]) -> Problem:
