@@ -14,21 +14,29 @@ Only two things are written on the way: this rank's slot of ``full`` (once per g
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp.agree import agree
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import GradientPlace, WeightParameter
-from ragged_shard.collectives import Pending
+from ragged_shard.collectives import Pending, all_gather_in_place
 from ragged_shard.dbuffer import DBuffer, Layout
 from ragged_shard.pool import Lease, Pool, storage_bytes
+
+_DEBUG = os.environ.get("RAGGED_DEBUG") == "1"
+_issued = itertools.count(1)
 
 __all__ = ["Bucket", "BucketParameter", "FlatBuffer"]
 
@@ -40,7 +48,8 @@ class BucketParameter:
     name: str
     places: list[tuple[nn.Module, str]]
     sharded: nn.Parameter
-    full: WeightParameter | None = None
+    full: nn.Parameter | None = None
+    place: GradientPlace | None = None
     edge: GradientEdge | None = None
     grad: DTensor | None = None
     # Whether the unreduced gradient holds something / the reduced gradient is part of a sum / anything arrived at all.
@@ -60,6 +69,10 @@ class FlatBuffer:
         self.full_grads: DBuffer | None = None
         self.grads: DBuffer | None = None
         self.scratch: Lease | None = None
+        # HSDP without all-reduce: the sum of this replica's reduced gradients so far.
+        self.carry: DBuffer | None = None
+        # Between forward and backward, when resharding to a smaller group: this rank's part of the whole buffer.
+        self.kept: Lease | None = None
 
     @property
     def trainable(self) -> bool:
@@ -71,9 +84,20 @@ class FlatBuffer:
             if param_dtype is not None and dtype.is_floating_point:
                 dtype = param_dtype
             self.full = DBuffer.whole(self.layout, dtype, pool, label=label)
-            for parameter, view in zip(self.parameters, self.full.views, strict=True):
-                parameter.full = WeightParameter(view, requires_grad=parameter.sharded.requires_grad)
+            for index, parameter in enumerate(self.parameters):
+                parameter.full = self._unsharded(index, self.full.views[index], parameter.sharded.requires_grad)
         return self.full
+
+    def _unsharded(self, index: int, view: Tensor, requires_grad: bool) -> nn.Parameter:
+        outer = self.layout.outer[index] if self.layout.outer else None
+        if outer is None:
+            return WeightParameter(view, requires_grad=requires_grad)
+        inner = self.layout.mesh.ndim
+        assert outer.mesh.mesh_dim_names is not None
+        mesh = outer.mesh[outer.mesh.mesh_dim_names[inner:]]
+        stride = torch.empty(outer.shape, device="meta").stride()
+        spec = DTensorSpec(mesh, outer.placements, tensor_meta=TensorMeta(torch.Size(outer.shape), stride, view.dtype))
+        return nn.Parameter(DTensor(view, spec, requires_grad=False), requires_grad=requires_grad)
 
     def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, label: str) -> tuple[DBuffer, DBuffer]:
         if self.full_grads is None:
@@ -122,6 +146,8 @@ class Bucket:
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
         self.unshard_in_backward = True
+        # Between forward and backward the parameters stay sharded over this smaller group, if any.
+        self.post_forward_group: dist.ProcessGroup | None = None
         # Unsharded by hand before the forward / by `reshard_after_forward=False`: not for an iteration's start to
         # reshard.
         self.pinned = False
@@ -137,7 +163,11 @@ class Bucket:
         # Of each forward call that backward has entered: inputs whose gradient is still to come.
         self.awaited_inputs: dict[int, int] = {}
         self.in_backward = False
+        # Whether this backward is torch.autograd.grad: no gradient will come.
+        self.captured = False
         self.reduced = False
+        # Whether that reduction's result is the gradient (and not a replica's part of it).
+        self.published = False
 
     @property
     def parameters(self) -> list[BucketParameter]:
@@ -161,8 +191,15 @@ class Bucket:
         if self.pool is None:
             self.pool, self.streams = pool, streams
 
+    def _announce(self, collective: str) -> None:
+        """RAGGED_DEBUG=1: every rank says what it is about to run; a difference is an error on all instead of a
+        hang.
+        """
+        if _DEBUG and self.buffers:
+            number = next(_issued)
+            agree(self.mesh, "RAGGED_DEBUG", lambda: f"collective {number}: {collective} of {self.name!r}")
+
     # -- parameters --
-    # -----------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Start gathering. No effect when unsharded or on the way."""
@@ -174,6 +211,7 @@ class Bucket:
                 f"the parameters of {self.name!r} are on the meta device; materialise them with "
                 f"module.to_empty(device=...) and initialise them before the first forward"
             )
+        self._announce("all_gather")
         with (
             self.streams.on(self.streams.gather),
             torch.no_grad(),
@@ -182,8 +220,31 @@ class Bucket:
             for buffer in self.buffers:
                 full = buffer.make_full(self.pool, self.param_dtype, "parameters")
                 full.acquire()
-                self._gathers.append(buffer.params.all_gather(full))
+                if buffer.kept is not None and buffer.kept.held:
+                    self._gathers.append(self._gather_kept(full, buffer.kept))
+                else:
+                    self._gathers.append(buffer.params.all_gather(full))
         self._hook_gradients()
+
+    def _gather_kept(self, full: DBuffer, kept: Lease) -> Pending:
+        assert self.post_forward_group is not None
+        full.flat.chunk(self.post_forward_group.size())[self.post_forward_group.rank()].copy_(kept.tensor)
+        kept.release()
+        return all_gather_in_place(full.flat, self.post_forward_group)
+
+    def reshard_to_group(self) -> None:
+        """After forward: keep a part of the unsharded parameters, so that backward gathers over the smaller group."""
+        assert self.post_forward_group is not None and self.pool is not None
+        size, rank = self.post_forward_group.size(), self.post_forward_group.rank()
+        for buffer in self.buffers:
+            assert buffer.full is not None
+            part = buffer.full.flat.chunk(size)[rank]
+            if buffer.kept is None:
+                buffer.kept = self.pool.lease(part.numel(), part.dtype, "parameters")
+            buffer.kept.acquire()
+            with torch.no_grad():
+                buffer.kept.tensor.copy_(part)
+        self._release_unsharded()
 
     def wait_unshard(self) -> None:
         """Finish gathering and register the unsharded parameters on their modules."""
@@ -207,8 +268,13 @@ class Bucket:
             gather.wait()
         in_flight = bool(self._gathers)
         self._gathers.clear()
-        if not (self.is_unsharded or in_flight):
-            return
+        for buffer in self.buffers:
+            if buffer.kept is not None:
+                buffer.kept.release()
+        if self.is_unsharded or in_flight:
+            self._release_unsharded()
+
+    def _release_unsharded(self) -> None:
         for parameter in self.parameters:
             for module, attribute in parameter.places:
                 module._parameters[attribute] = parameter.sharded
@@ -219,7 +285,6 @@ class Bucket:
         self.pinned = False
 
     # -- gradients --
-    # ------------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self) -> None:
         if self._hooked:
@@ -235,7 +300,9 @@ class Bucket:
                 full.requires_grad_(True)
                 # Held for good: the graph keeps only a weak reference to a leaf's accumulator.
                 parameter.edge = get_gradient_edge(full)
-                full.place = GradientPlace(functools.partial(self._gradient_place, buffer, index))
+                if isinstance(full, WeightParameter):
+                    parameter.place = GradientPlace(functools.partial(self._gradient_place, buffer, index))
+                    full.place = parameter.place
                 full.register_post_accumulate_grad_hook(self._gradient_hook(buffer, index))
                 full.requires_grad_(was)
 
@@ -254,14 +321,17 @@ class Bucket:
         """Write a gradient that autograd has accumulated into its view of the unreduced buffer."""
         gradient, full.grad = full.grad, None
         state = buffer.parameters[index]
-        assert state.full is not None and state.full.place is not None
-        state.full.place.claimed = False
+        if state.place is not None:
+            state.place.claimed = False
         if gradient is None:
             return
         if gradient.is_sparse:
             raise RuntimeError(
                 f"parameter {buffer.parameters[index].name!r} of {self.name!r} has a sparse gradient; use sparse=False"
             )
+        if isinstance(gradient, DTensor):
+            assert isinstance(full, DTensor)
+            gradient = gradient.redistribute(placements=full.placements).to_local()
         view = self._open_gradients(buffer).views[index]
         if state.written:
             view.add_(gradient)
@@ -279,27 +349,9 @@ class Bucket:
     def _gradient_place(self, buffer: FlatBuffer, index: int) -> Tensor | None:
         """Where a weight gradient may be computed: its view, unless an earlier micro-batch's sum lies there."""
         self.enter_backward()
-        if buffer.parameters[index].written:
+        if self.captured or buffer.parameters[index].written:
             return None
         return self._open_gradients(buffer).views[index]
-
-    def _keep_escaped(self, buffer: FlatBuffer) -> None:
-        """``torch.autograd.grad`` hands gradients to the user instead of the parameter: their memory is not ours any
-        more.
-        """
-        places = [p.full.place for p in buffer.parameters if p.full is not None and p.full.place is not None]
-        if not any(place.claimed for place in places):
-            return
-        for place in places:
-            place.claimed = False
-        escaped, buffer.full_grads = buffer.full_grads, None
-        assert escaped is not None and self.pool is not None
-        written = [index for index, p in enumerate(buffer.parameters) if p.written]
-        if written:
-            views = self._open_gradients(buffer).views
-            for index in written:
-                views[index].copy_(escaped.views[index])
-        escaped.forget()
 
     def enter_backward(self) -> int:
         """The current graph task. At its first touch: how many gradients it will bring, and what earlier ones left."""
@@ -308,11 +360,14 @@ class Bucket:
             return task
         # Its buffers are about to be written again.
         self.finish_reduce()
-        self.outstanding[task] = sum(
-            torch._C._will_engine_execute_node(p.edge.node)
-            for p in self.parameters
-            if p.edge is not None and p.full is not None and p.full.requires_grad
-        )
+        leaves = [
+            p.edge.node for p in self.parameters if p.edge is not None and p.full is not None and p.full.requires_grad
+        ]
+        try:
+            self.outstanding[task] = sum(map(torch._C._will_engine_execute_node, leaves))
+        except RuntimeError:
+            # torch refuses the question inside torch.autograd.grad, which hands gradients out instead of accumulating.
+            self.outstanding[task], self.captured = 0, True
         self.open_backward()
         return task
 
@@ -347,6 +402,7 @@ class Bucket:
         assert self.pool is not None and self.streams is not None
         streams = self.streams
         divide_by = float(self.ranks) if self.divide_factor is None else self.divide_factor
+        self._announce("reduce_scatter")
         streams.after_compute(streams.reduce)
         with (
             streams.on(streams.reduce),
@@ -356,7 +412,6 @@ class Bucket:
             for buffer in self.buffers:
                 if not buffer.trainable:
                     continue
-                self._keep_escaped(buffer)
                 full_grads, grads = self._open_gradients(buffer), buffer.grads
                 assert grads is not None
                 for index, parameter in enumerate(buffer.parameters):
@@ -364,23 +419,32 @@ class Bucket:
                         full_grads.views[index].zero_()
                     parameter.written = False
                 accumulate = any(p.accumulates for p in buffer.parameters)
-                for index, parameter in enumerate(buffer.parameters):
-                    if accumulate and not parameter.accumulates:
-                        grads.views[index].zero_()
-                    parameter.accumulates = True
+                if not self._carries:
+                    for index, parameter in enumerate(buffer.parameters):
+                        if accumulate and not parameter.accumulates:
+                            grads.views[index].zero_()
+                        parameter.accumulates = True
                 scratch = None
                 if buffer.scratch is not None:
                     buffer.scratch.acquire()
                     scratch = buffer.scratch.tensor
-                pending = full_grads.reduce_scatter(
-                    grads,
-                    divide_by=divide_by,
-                    accumulate=accumulate,
-                    scratch=scratch,
-                    replicate_dim=self.replicate_dim,
-                )
+                if self._carries:
+                    carrying = buffer.carry is not None
+                    if buffer.carry is None:
+                        buffer.carry = buffer.params.like(full_grads.dtype)
+                    pending = full_grads.reduce_scatter(buffer.carry, accumulate=carrying, scratch=scratch)
+                else:
+                    pending = full_grads.reduce_scatter(
+                        grads,
+                        divide_by=divide_by,
+                        accumulate=accumulate,
+                        scratch=scratch,
+                        replicate_dim=self.replicate_dim,
+                        carry=buffer.carry,
+                    )
                 self._reductions.append((buffer, pending))
         self.reduced = True
+        self.published = not self._carries
 
     def finish_reduce(self) -> None:
         """Wait for the reduction; the sharded gradients hold their values afterwards."""
@@ -395,6 +459,13 @@ class Bucket:
                     buffer.scratch.release()
                 assert buffer.full_grads is not None
                 buffer.full_grads.release()
+                if self.published:
+                    buffer.carry = None
+
+    @property
+    def _carries(self) -> bool:
+        """HSDP, and this backward only reduces within a replica."""
+        return self.replicate_dim is not None and not self.requires_all_reduce
 
     def leave_backward(self, used: Sequence[bool] | None) -> None:
         """Publish the gradients: ``used[i]`` says whether any rank had one for parameter i (``None``: nothing was
@@ -404,9 +475,10 @@ class Bucket:
             for parameter, anywhere in zip(self.parameters, used, strict=True):
                 if anywhere:
                     parameter.sharded.grad = parameter.grad
+                    _run_hooks(parameter.sharded)
                 parameter.used = False
         self.in_backward = False
-        self.reduced = False
+        self.reduced = self.published = self.captured = False
         self.outstanding.clear()
         self.awaited_inputs.clear()
 
@@ -421,12 +493,11 @@ class Bucket:
             parameter.written = parameter.used = parameter.accumulates = False
             if parameter.full is not None:
                 parameter.full.grad = None
-                if parameter.full.place is not None:
-                    parameter.full.place.claimed = False
+            if parameter.place is not None:
+                parameter.place.claimed = False
         self.leave_backward(None)
 
     # -- moving --
-    # -----------------------------------------------------------------------------------------------------------
 
     def rehome(self) -> None:
         """Bring the sharded parameters back into flat buffers after ``module.to(...)`` / ``to_empty`` gave them
@@ -450,9 +521,9 @@ class Bucket:
                     home.requires_grad_(parameter.sharded.requires_grad)
                     _move_into(parameter.sharded, home)
             buffer.params = params
-            buffer.full = buffer.full_grads = buffer.grads = buffer.scratch = None
+            buffer.full = buffer.full_grads = buffer.grads = buffer.carry = buffer.scratch = buffer.kept = None
             for parameter in buffer.parameters:
-                parameter.full = parameter.edge = parameter.grad = None
+                parameter.full = parameter.place = parameter.edge = parameter.grad = None
                 parameter.sharded.grad = None
             self._hooked = False
 
@@ -465,6 +536,12 @@ class Bucket:
 
     def numel(self) -> int:
         return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
+
+
+def _run_hooks(parameter: nn.Parameter) -> None:
+    """``register_post_accumulate_grad_hook`` on a sharded parameter fires when its reduced gradient is there."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
 
 
 def _move_into(parameter: nn.Parameter, home: DTensor) -> None:

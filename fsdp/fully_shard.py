@@ -11,17 +11,18 @@ See arXiv 2602.22437 (veScale-FSDP) for the design and torch's documentation of 
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -29,7 +30,9 @@ from fsdp.agree import agree
 from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
 from fsdp.hooks import State, state_of
 from fsdp.module import FSDPModule, fsdp_class
-from ragged_shard.dbuffer import DBuffer, Layout
+from ragged_shard.block import Block
+from ragged_shard.dbuffer import DBuffer, Layout, Outer
+from ragged_shard.placement import RaggedShard
 from ragged_shard.planner import BucketPlan, TensorSpec, plan_bucket
 from ragged_shard.policy import OrigParamPolicy, apply_policy
 
@@ -37,6 +40,8 @@ __all__ = ["fully_shard"]
 
 # Chunks of 128 bytes keep every rank's slot aligned for vector loads and for NCCL.
 ALIGNMENT_BYTES = 128
+
+ShardPlacementFn = Callable[[nn.Parameter], object]
 
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -48,9 +53,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     orig_param_policy: OrigParamPolicy | None = ...,
 ) -> FSDPModule: ...
 @overload
@@ -59,9 +66,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     orig_param_policy: OrigParamPolicy | None = ...,
 ) -> list[FSDPModule]: ...
 def fully_shard(
@@ -69,9 +78,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     orig_param_policy: OrigParamPolicy | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` (or of a list of modules, as one bucket) that no earlier call has sharded.
@@ -85,9 +96,12 @@ def fully_shard(
         mesh: 1-D: shard over it. 2-D ``(replicate, shard)``: HSDP. Default: all ranks.
         reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers them again in backward,
             ``False`` keeps them. ``None``: ``True``, except for the root and the bucket that backward starts with.
+        shard_placement_fn: torch's; only ``Shard(0)`` and ``None`` mean something here. Where a parameter may be cut is
+            said by ``orig_param_policy``.
         mp_policy: dtypes of computation, reduction, inputs and outputs, as torch's.
         offload_policy: torch's; parameters that live on the CPU anyway need none.
         ignored_params: parameters to leave alone.
+        dp_mesh_dims: not available; pass the data-parallel part of the mesh as ``mesh``.
         orig_param_policy: ``(name, parameter) -> ParamPolicy | None``; its ``block`` says where the parameter may be
             cut. ``name`` is relative to ``module`` (``"0.q_proj.weight"`` for a list).
 
@@ -102,7 +116,12 @@ def fully_shard(
 
     def plan() -> str:
         _validate(modules, mesh, reshard_after_forward, offload_policy)
-        found.extend(_parameters(modules, ignored_params or set(), orig_param_policy))
+        if dp_mesh_dims is not None:
+            raise NotImplementedError(
+                "dp_mesh_dims: pass the data-parallel part of the mesh, such as mesh['dp'], as mesh"
+            )
+        found.extend(_parameters(modules, mesh, ignored_params or set(), orig_param_policy))
+        _check_placements(found, shard_placement_fn)
         for group in _groups(found):
             group.plan = plan_bucket(group.specs, mesh.size(mesh.ndim - 1), alignment_bytes=ALIGNMENT_BYTES)
             groups.append(group)
@@ -120,9 +139,13 @@ def fully_shard(
         reduce_dtype=mp_policy.reduce_dtype,
         replicate_dim=0 if mesh.ndim == 2 else None,
     )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        group_size, reshard_after_forward = reshard_after_forward, reshard_after_forward > 1
+        if 1 < group_size < mesh.size(mesh.ndim - 1):
+            bucket.post_forward_group = _smaller_group(mesh, group_size)
     bucket.keeps_unsharded = reshard_after_forward is False
     _move_buffers(modules, device)
-    State(modules, bucket, device, mp_policy, cast("bool | None", reshard_after_forward))
+    State(modules, bucket, device, mp_policy, reshard_after_forward)
     for m in modules:
         m.__class__ = fsdp_class(cast(Any, type(m)))
     sharded = cast("list[FSDPModule]", modules)
@@ -135,6 +158,12 @@ def _default_mesh() -> DeviceMesh:
     device = torch.accelerator.current_accelerator()
     backend = "cpu" if device is None else device.type
     return init_device_mesh(backend, (dist.get_world_size(),))
+
+
+@functools.cache
+def _smaller_group(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
+    """This rank's group of ``size`` consecutive ranks of the dimension that shards."""
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size)).get_group(1)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -173,10 +202,11 @@ def _validate(
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in {mesh}; pass a mesh of which every calling rank is a part")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not implemented; use "
-            f"True, False or None"
+    ranks, reshard = mesh.size(mesh.ndim - 1), reshard_after_forward
+    if reshard is not None and (not isinstance(reshard, int) or int(reshard) < 0 or ranks % max(1, int(reshard))):
+        raise ValueError(
+            f"reshard_after_forward is True, False, None or the size of a smaller group, a divisor of the {ranks} "
+            f"ranks that share the parameters; got {reshard!r}"
         )
     if isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu":
         raise NotImplementedError("CPUOffloadPolicy is not implemented for accelerators; leave offload_policy out")
@@ -185,13 +215,16 @@ def _validate(
 class _Found:
     """A parameter that this call shards: its name, every place that holds it, and its policy's block."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, block: int) -> None:
-        self.name, self.parameter, self.block = name, parameter, block
+    def __init__(self, name: str, parameter: nn.Parameter, block: Block | None, outer: Outer | None) -> None:
+        self.name, self.parameter, self.outer = name, parameter, outer
         self.places: list[tuple[nn.Module, str]] = []
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        self.local: Tensor = local.detach()
+        self.block = 1 if block is None else block.numel(self.local.shape)
 
 
 def _parameters(
-    modules: Sequence[nn.Module], ignored: set[nn.Parameter], policy: OrigParamPolicy | None
+    modules: Sequence[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter], policy: OrigParamPolicy | None
 ) -> list[_Found]:
     found: dict[nn.Parameter, _Found] = {}
     seen: set[nn.Module] = set()
@@ -205,7 +238,7 @@ def _parameters(
                 continue
             name = prefix + attribute
             if parameter not in found:
-                found[parameter] = _inspect(name, parameter, policy)
+                found[parameter] = _inspect(name, parameter, mesh, policy)
             found[parameter].places.append((module, attribute))
         for attribute, child in module._modules.items():
             if child is not None:
@@ -216,21 +249,45 @@ def _parameters(
     return list(found.values())
 
 
-def _inspect(name: str, parameter: nn.Parameter, policy: OrigParamPolicy | None) -> _Found:
+def _inspect(name: str, parameter: nn.Parameter, mesh: DeviceMesh, policy: OrigParamPolicy | None) -> _Found:
     if (owner := _superseded.get(parameter)) is not None:
         raise ValueError(
             f"parameter {name!r} is tied to {owner!r}, which an earlier fully_shard call has sharded; parameters that "
             f"share memory must lie in one bucket: leave that module to the call on their common parent, or pass both "
             f"modules in one list"
         )
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor with placements {parameter.placements} on {parameter.device_mesh}; only "
-            f"plain parameters can be sharded"
-        )
+    outer = _outer(name, parameter, mesh) if isinstance(parameter, DTensor) else None
     answer = apply_policy(policy, name, parameter)
-    block = 1 if answer.block is None else answer.block.numel(parameter.shape)
-    return _Found(name, parameter, block)
+    return _Found(name, parameter, answer.block, outer)
+
+
+def _check_placements(found: list[_Found], shard_placement_fn: ShardPlacementFn | None) -> None:
+    for one in found:
+        placement = None if shard_placement_fn is None else shard_placement_fn(one.parameter)
+        if placement is not None and placement != Shard(0):
+            raise ValueError(
+                f"shard_placement_fn returned {placement!r} for {one.name!r}; parameters are cut along their flattened "
+                f"elements: say with orig_param_policy what must stay together, or pass the module to a fully_shard "
+                f"call with a mesh of its own"
+            )
+
+
+def _outer(name: str, parameter: DTensor, mesh: DeviceMesh) -> Outer:
+    """A parameter that tensor parallelism has placed on another mesh: its part here is what gets sharded."""
+    other = parameter.device_mesh
+    if other == mesh or any(p.is_partial() or isinstance(p, RaggedShard) for p in parameter.placements):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor with placements {parameter.placements} on {other}; fully_shard takes "
+            f"plain parameters, or DTensors that are sharded or replicated on another dimension of the same mesh"
+        )
+    try:
+        both = DeviceMesh._concatenate([mesh, other])
+    except Exception as error:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor on {other}, which is no part of the same mesh as {mesh} ({error}); "
+            f"make one mesh with init_device_mesh and pass its data-parallel dimension to fully_shard"
+        ) from None
+    return Outer(both, parameter.placements, tuple(parameter.shape))
 
 
 class _Group:
@@ -238,7 +295,7 @@ class _Group:
 
     def __init__(self, dtype: torch.dtype, members: list[_Found]) -> None:
         self.dtype, self.members = dtype, members
-        self.specs = [TensorSpec(m.name, m.parameter.numel(), dtype.itemsize, m.block) for m in members]
+        self.specs = [TensorSpec(m.name, m.local.numel(), dtype.itemsize, m.block) for m in members]
         self.plan: BucketPlan | None = None
 
     def describe(self) -> str:
@@ -252,9 +309,10 @@ class _Group:
         by_name = {m.name: m for m in self.members}
         for plan in self.plan.buffers:
             members = [by_name[name] for name, _ in plan.starts]
-            shapes = tuple(tuple(m.parameter.shape) for m in members)
-            layout = Layout(plan, shapes, mesh, mesh.ndim - 1)
-            meta = members[0].parameter.device.type == "meta"
+            shapes = tuple(tuple(m.local.shape) for m in members)
+            outer = tuple(m.outer for m in members) if any(m.outer for m in members) else ()
+            layout = Layout(plan, shapes, mesh, mesh.ndim - 1, outer)
+            meta = members[0].local.device.type == "meta"
             params = DBuffer.sharded(layout, self.dtype, torch.device("meta") if meta else device)
             parameters = []
             for index, member in enumerate(members):
@@ -278,8 +336,8 @@ def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:
     base, _ = params.plan.owned(params.layout.rank)
     start = dict(params.plan.starts)[member.name]
     _, _, (lo, hi) = params.layout.specs[index]
-    if original.device.type != "meta":
-        flat = original.detach().reshape(-1)
+    if member.local.device.type != "meta":
+        flat = member.local.reshape(-1)
         local.view(-1).copy_(flat[base + lo - start : base + hi - start])
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     for attribute, value in original.__dict__.items():

@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,14 @@ __all__ = ["State", "state_of"]
 
 _ATTRIBUTE = "_fsdp_state"
 _calls = itertools.count()
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_graphs(hook: F) -> F:
+    """Hooks communicate: torch.compile runs them between its graphs."""
+    return cast(F, torch.compiler.disable(hook))
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -78,7 +86,6 @@ class State:
         self.bucket.reshard()
 
     # -- root --
-    # -------------------------------------------------------------------------------------------------------------
 
     def lazy_init(self) -> Schedule:
         """The first module to run forward is the root; all below it share its schedule."""
@@ -122,8 +129,8 @@ class State:
         return self.schedule
 
     # -- forward --
-    # ----------------------------------------------------------------------------------------------------------
 
+    @_outside_graphs
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch._C._current_graph_task_id() != -1:
             # An activation checkpoint recomputes: backward will use these parameters at once.
@@ -145,6 +152,7 @@ class State:
         self._open.append(self._watch_inputs((args, kwargs)))
         return args, kwargs
 
+    @_outside_graphs
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
             return self._cast_output(output)
@@ -202,13 +210,12 @@ class State:
         return call, nodes
 
     # -- backward --
-    # ---------------------------------------------------------------------------------------------------------
 
     def _entered(self, call: int, inputs: list[Node], _: Tensor) -> None:
         assert self.schedule is not None
         self.schedule.queue_end_of_backward()
         awaited = self.bucket.awaited_inputs
-        if call not in awaited and (count := sum(map(torch._C._will_engine_execute_node, inputs))):
+        if call not in awaited and (count := sum(map(_will_run, inputs))):
             awaited[call] = count
         self.schedule.before_backward(self.bucket, [s.bucket for s in reversed(self.backward_prefetch)])
 
@@ -227,7 +234,6 @@ class State:
             self.schedule.maybe_reshard(self.bucket)
 
     # -- precision --
-    # --------------------------------------------------------------------------------------------------------
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
@@ -236,6 +242,13 @@ class State:
 
     def _cast_output(self, output: Any) -> Any:
         return _cast(output, self.mp_policy.output_dtype)
+
+
+def _will_run(node: Node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf, inside torch.autograd.grad
+        return False
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:

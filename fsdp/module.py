@@ -91,6 +91,13 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             state.bucket.requires_gradient_sync = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP, ``False``: reduce gradients within a replica only; they appear once a backward reduces over
+        replicas.
+        """
+        for state in self._states(recurse):
+            state.bucket.requires_all_reduce = requires_all_reduce
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``fully_shard``'s argument; ``True`` or ``False`` (``ValueError`` for anything else)."""
         if not isinstance(reshard_after_forward, bool):
@@ -156,7 +163,6 @@ def _unsupported(name: str, why: str) -> Callable[..., None]:
 
 
 for _name, _why in {
-    "set_requires_all_reduce": "replicas are reduced whenever shards are; use set_requires_gradient_sync",
     "set_all_reduce_hook": "there is no hook between the two reductions of HSDP",
     "set_custom_all_gather": "parameters are gathered in place; the collective is chosen in ragged_shard.collectives",
     "set_custom_reduce_scatter": "gradients are reduced in place; the collective is chosen in ragged_shard.collectives",

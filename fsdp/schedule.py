@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.bucket import Bucket
 from fsdp.streams import CommStreams
@@ -48,7 +49,6 @@ class Schedule:
             bucket.bind(self.pool, self.streams)
 
     # -- forward --
-    # ----------------------------------------------------------------------------------------------------------
 
     def enter_forward(self, root: object) -> bool:
         """Called by every module before its forward; ``True`` for the one that starts an iteration."""
@@ -94,14 +94,16 @@ class Schedule:
         if needs_backward:
             self._backward_stack.append(bucket)
         if bucket.reshard_after_forward:
-            bucket.reshard()
+            if needs_backward and bucket.post_forward_group is not None:
+                bucket.reshard_to_group()
+            else:
+                bucket.reshard()
 
     def runs_last(self, bucket: Bucket) -> bool:
         """Whether ``bucket`` was the last to begin its forward in the last iteration: backward starts with it."""
         return bool(self._last_sequence) and self._last_sequence[-1] is bucket
 
     # -- backward --
-    # ---------------------------------------------------------------------------------------------------------
 
     def queue_end_of_backward(self) -> None:
         if not self._callback_queued:
@@ -153,14 +155,16 @@ class Schedule:
         self._callback_queued = False
         with torch.profiler.record_function("fsdp.end_backward"):
             left, self._reduce_order = self._reduce_order, []
+            if any(bucket.captured for bucket in self.buckets):
+                left = []
             for bucket in left + [b for b in self.buckets if b.in_backward and b not in left]:
-                if bucket.trainable and bucket.requires_gradient_sync and (bucket in left or not bucket.reduced):
+                if self._owes_reduction(bucket, bucket in left):
                     bucket.open_backward()
                     self._start_reduce(bucket)
             while self._in_flight:
                 self._in_flight.pop(0).finish_reduce()
             self.streams.compute_waits(self.streams.reduce)
-            used = self._used_anywhere([bucket for bucket in self.buckets if bucket.reduced])
+            used = self._used_anywhere([bucket for bucket in self.buckets if bucket.published])
             for bucket in self.buckets:
                 if bucket.in_backward:
                     bucket.leave_backward(used.get(bucket))
@@ -169,12 +173,19 @@ class Schedule:
             self._backward_stack.clear()
             self._ready.clear()
 
+    @staticmethod
+    def _owes_reduction(bucket: Bucket, expected: bool) -> bool:
+        if bucket.captured or not (bucket.trainable and bucket.requires_gradient_sync):
+            return False
+        return expected or not bucket.reduced
+
     def _used_anywhere(self, buckets: list[Bucket]) -> dict[Bucket, list[bool]]:
         """Of each parameter, whether any rank had a gradient for it: one small reduction per mesh."""
         answer: dict[Bucket, list[bool]] = {}
-        meshes = {id(bucket.mesh): bucket.mesh for bucket in buckets}
-        for key, mesh in meshes.items():
-            members = [bucket for bucket in buckets if id(bucket.mesh) == key]
+        by_mesh: dict[DeviceMesh, list[Bucket]] = {}
+        for bucket in buckets:
+            by_mesh.setdefault(bucket.mesh, []).append(bucket)
+        for mesh, members in by_mesh.items():
             mask = torch.tensor([p.used for b in members for p in b.parameters], dtype=torch.uint8).to(self.device)
             for dim in range(mesh.ndim):
                 if mesh.size(dim) > 1:
@@ -185,7 +196,6 @@ class Schedule:
         return answer
 
     # -- failure --
-    # ----------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Back to the resting state after an exception; the failed iteration's gradients are lost."""

@@ -99,7 +99,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     place = _place(weight)
     if place is None or input.dim() < 2 or weight.dim() != 2 or input.dtype != weight.dtype or input.is_sparse:
         return NotImplemented
-    return _Linear.apply(input, weight, bias, place)
+    return _Linear.apply(input, weight, bias, place)  # type: ignore[no-untyped-call]
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
@@ -107,9 +107,9 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
     if place is None or not isinstance(input, Tensor) or input.dtype != other.dtype or input.is_sparse:
         return NotImplemented
     if other.dim() == 2 and input.dim() >= 2:
-        return _Matmul.apply(input, other, place)
+        return _Matmul.apply(input, other, place)  # type: ignore[no-untyped-call]
     if other.dim() == 3 and input.dim() == 3 and input.shape[0] == other.shape[0]:
-        return _BatchedMatmul.apply(input, other, place)
+        return _BatchedMatmul.apply(input, other, place)  # type: ignore[no-untyped-call]
     return NotImplemented
 
 
@@ -127,7 +127,7 @@ def _embedding(
         return NotImplemented
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return _Embedding.apply(input, weight, padding_idx, place)
+    return _Embedding.apply(input, weight, padding_idx, place)  # type: ignore[no-untyped-call]
 
 
 def _unbind(input: Tensor, dim: int = 0) -> Any:
@@ -135,7 +135,7 @@ def _unbind(input: Tensor, dim: int = 0) -> Any:
     if place is None or dim != 0 or input.dim() < 3:
         return NotImplemented
     stack = _StackPlace(place, input.shape[0])
-    slices = _Unbind.apply(input, stack)
+    slices = _Unbind.apply(input, stack)  # type: ignore[no-untyped-call]
     found = []
     for index, one in enumerate(slices):
         weight = one.as_subclass(WeightSlice)

@@ -45,6 +45,18 @@ __all__ = ["DBuffer", "Layout", "buffer_of"]
 
 
 @dataclass(frozen=True)
+class Outer:
+    """The DTensor of which a buffered tensor is this rank's part (tensor parallelism), on another mesh than the buffer's.
+
+    ``mesh``: the buffer's mesh and the other together. ``placements``: those on the other. ``shape``: the global one.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where the tensors of one buffer lie on the ranks of ``mesh`` dimension ``shard_dim``.
 
@@ -56,6 +68,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh
     shard_dim: int
+    outer: tuple[Outer | None, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.plan.starts]
@@ -238,13 +251,16 @@ class DBuffer:
         """Tensor ``index`` as a DTensor with a RaggedShard placement, a view of this rank's shard."""
         if not self.is_sharded:
             raise ValueError("only a sharded DBuffer has DTensor views; a whole one has plain views")
-        shape = self.shapes[index]
+        outer = self.layout.outer[index] if self.layout.outer else None
+        shape = self.shapes[index] if outer is None else outer.shape
+        mesh = self.mesh if outer is None else outer.mesh
+        placements = self.layout.placements[index] + (() if outer is None else outer.placements)
         meta = TensorMeta(torch.Size(shape), _contiguous_stride(shape), self.dtype)
         # Every DTensor gets a local of its own: torch.utils.swap_tensors and `_local_tensor` assignment must not alias
         # two of them.
         local = self.views[index].view(self.views[index].shape)
         _HOMES[local] = (weakref.ref(self), index)
-        spec = DTensorSpec(self.mesh, self.layout.placements[index], tensor_meta=meta)
+        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)
 
     def like(self, dtype: torch.dtype | None = None) -> DBuffer:
@@ -252,7 +268,6 @@ class DBuffer:
         return DBuffer.sharded(self.layout, dtype or self.dtype, self.device)
 
     # -- memory --
-    # ---------------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
         """Put memory under a whole buffer (contents undefined); ``False`` if it was there."""
@@ -263,13 +278,7 @@ class DBuffer:
         if self.lease is not None:
             self.lease.release()
 
-    def forget(self) -> None:
-        """Leave the memory to whoever holds a view of it; this buffer must not be used again."""
-        if self.lease is not None:
-            self.lease.forget()
-
     # -- collectives --
-    # ----------------------------------------------------------------------------------------------------
 
     def all_gather(self, out: DBuffer) -> Pending:
         """Shard -> Replicate into ``out``. This rank's slot is written once; nothing else is copied here."""
@@ -285,11 +294,12 @@ class DBuffer:
         accumulate: bool = False,
         scratch: Tensor | None = None,
         replicate_dim: int | None = None,
+        carry: DBuffer | None = None,
     ) -> Pending:
         """Partial -> Shard into ``out``: the sum over the ranks divided by ``divide_by``, written or added.
 
         ``replicate_dim``: a second mesh dimension to sum over, (Partial, Partial) -> (Replicate, Shard): the shards are
-        reduced first, so that only a chunk travels between replicas.
+        reduced first, so that only a chunk travels between replicas. ``carry``: a sharded sum to add before that.
         """
         self._same_layout(out)
         group = self.layout.group
@@ -302,6 +312,8 @@ class DBuffer:
 
         def over_replicas() -> None:
             shards.wait()
+            if carry is not None:
+                chunk.add_(carry.flat)
             dist.all_reduce(chunk, group=replicas)
             if accumulate:
                 out.flat.add_(chunk, alpha=1.0 / divide_by)
@@ -320,7 +332,6 @@ class DBuffer:
         return Pending([work])
 
     # -- one operation for all tensors --
-    # ----------------------------------------------------------------------------------
 
     def zero_(self) -> DBuffer:
         self.flat.zero_()

@@ -84,12 +84,6 @@ class Lease:
             self._pool._release(self)
             self.held = False
 
-    def forget(self) -> None:
-        """Leave the memory to whoever holds a view; it is freed with the last view and counts as the pool's no more."""
-        if self.held:
-            self._pool._forget(self)
-            self.held = False
-
 
 class Pool:
     """Blocks of memory of one device, reused by size."""
@@ -130,12 +124,6 @@ class Pool:
             ledger.grown += 1
         _swap(lease._storage, block.storage)
         lease._block = block
-
-    def _forget(self, lease: Lease) -> None:
-        self.ledger.in_use -= lease.nbytes
-        self.ledger.by_label[lease.label] -= lease.nbytes
-        if lease._block is not None:
-            self.ledger.held -= lease.nbytes
 
     def _release(self, lease: Lease) -> None:
         self.ledger.in_use -= lease.nbytes

@@ -158,7 +158,9 @@ def _worker(rank: int, world_size: int, pipe: Connection, directory: str) -> Non
         # A warm inductor cache shared by ranks with different local shapes crashes the rank with the empty shard.
         os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
         import torch
+        import torch._dynamo  # what DTensor imports at its first use: seconds that belong to no test's deadline
         import torch.distributed as dist
+        import torch.distributed.tensor
 
         torch.set_num_threads(1)
         dist.init_process_group(

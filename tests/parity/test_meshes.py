@@ -1,0 +1,138 @@
+"""Meshes of more than one dimension, smaller groups after forward, torch.compile and torch.autograd.grad."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp import fully_shard
+from tests import cluster
+from tests.models import LanguageModel, loss_of, tokens
+
+VOCABULARY = 19
+
+
+def difference(model: nn.Module, reference: nn.Module) -> float:
+    theirs = dict(reference.named_parameters())
+    with torch.no_grad():
+        return max(
+            float(((p.full_tensor() if isinstance(p, DTensor) else p) - theirs[name]).abs().max())
+            for name, p in model.named_parameters()
+        )
+
+
+def train(model: LanguageModel, reference: LanguageModel, micro_batches: int = 1) -> float:
+    """Three steps of ``model``, each rank on its data, against the reference on everybody's."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    world = dist.get_world_size()
+    for step in range(3):
+        for micro in range(micro_batches):
+            number = step * micro_batches + micro
+            (sum(loss_of(reference, tokens(VOCABULARY, rank, number)) for rank in range(world)) / world).backward()
+            model.set_requires_all_reduce(micro == micro_batches - 1)
+            loss_of(model, tokens(VOCABULARY, dist.get_rank(), number)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(model, reference)
+
+
+def two_copies(depth: int = 2) -> tuple[LanguageModel, LanguageModel]:
+    torch.manual_seed(3)
+    reference = LanguageModel(VOCABULARY, depth=depth)
+    return reference, copy.deepcopy(reference)
+
+
+def hsdp(micro_batches: int) -> float:
+    reference, model = two_copies()
+    mesh = cluster.mesh((2, 2), ("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return train(fully_shard(model, mesh=mesh), reference, micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_hsdp_equals_one_process_also_when_replicas_are_reduced_last(micro_batches: int) -> None:
+    assert max(cluster.run(4, hsdp, micro_batches)) < 1e-5
+
+
+def smaller_group() -> tuple[float, int]:
+    reference, model = two_copies()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=2)
+    fully_shard(model)
+    worst = train(model, reference)
+    return worst, model._get_fsdp_state().schedule.pool.ledger.in_use
+
+
+def test_reshard_after_forward_to_a_smaller_group() -> None:
+    for worst, in_use in cluster.run(4, smaller_group):
+        assert worst < 1e-5 and in_use == 0
+
+
+def tensor_parallel() -> tuple[float, list[str]]:
+    mesh = cluster.mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    model = copy.deepcopy(reference)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    for step in range(3):
+        inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        (sum(reference(x).square().mean() for x in inputs) / 2).backward()
+        model(inputs[mesh.get_local_rank("dp")]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(model, reference), [str(p.placements[1]) for p in model.parameters()]
+
+
+def test_tensor_parallel_parameters_are_sharded_further() -> None:
+    for worst, placements in cluster.run(4, tensor_parallel):
+        assert worst < 1e-5
+        assert placements == ["S(0)", "S(0)", "S(1)", "R"]
+
+
+def compiled(what: str) -> float:
+    reference, model = two_copies()
+    for block in model.blocks:
+        if what == "blocks":
+            block.compile(backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    if what == "model":
+        model.compile(backend="aot_eager")
+    return train(model, reference)
+
+
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_compiled_blocks_and_models_train_alike(what: str) -> None:
+    assert max(cluster.run(2, compiled, what, deadline=120)) < 1e-6
+
+
+def grad_of_a_weight() -> bool:
+    """Gradients that torch.autograd.grad hands out must not lie in memory that a later backward writes."""
+    reference, model = two_copies()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, reshard_after_forward=False)
+    data = tokens(VOCABULARY, dist.get_rank(), 0)
+    weight = model.head.weight
+    model(data[0])  # registers the unsharded parameters
+    weight = model.head.weight
+    (gradient,) = torch.autograd.grad(loss_of(model, data), [weight])
+    (expected,) = torch.autograd.grad(loss_of(reference, data), [reference.head.weight])
+    for step in range(2):
+        loss_of(model, tokens(VOCABULARY, dist.get_rank(), step)).backward()
+    return torch.equal(gradient, expected)
+
+
+def test_autograd_grad_of_an_unsharded_weight_is_not_overwritten() -> None:
+    assert all(cluster.run(2, grad_of_a_weight))
