@@ -308,7 +308,7 @@ class _Search:
 
     def every_shard(self, bound: int, best: int, runs: list[Run]) -> tuple[int, list[Run], int]:
         """(shard, runs, bound) after trying every shard between the two exactly, if that is little work."""
-        shards = range(bound + self.alignment, best, self.alignment)
+        shards = range(bound, best, self.alignment)
         if self.exact_kinds < len(self.kinds) or len(shards) * self.exact_steps > EXHAUSTIVE_STEPS:
             return best, runs, bound
         for shard in shards:

@@ -172,6 +172,11 @@ class BufferPlan:
         self._check_rank(rank)
         return self.cuts[rank], self.cuts[rank + 1]
 
+    def owner(self, position: int) -> int:
+        """The rank that owns the element at ``position`` of the buffer (the last rank for the end of an empty
+        buffer)."""
+        return min(bisect_right(self.cuts, position), self.world_size) - 1
+
     def edges(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(peer, lo, hi): what ``rank`` owns of other ranks' chunks. Empty in a padded plan."""
         lo, hi = self.owned(rank)
@@ -280,6 +285,19 @@ class BucketPlan:
         total = sum(held)
         return max(held) * self.world_size / total - 1 if total else 0.0
 
+    def __str__(self) -> str:
+        """A picture of the layout in text, about 100 columns wide."""
+        verdict = "proved minimal" if self.optimal else f"bound {self.lower_bound:,}"
+        head = (
+            f"{self.numel:,} elements over {self.world_size} rank{'s' if self.world_size > 1 else ''}: "
+            f"{self.shard:,} per rank ({verdict}), padding {self.padding_fraction:.2%}"
+        )
+        lines = [head, *(f"  because {reason}" for reason in self.forced_by)]
+        for number, buffer in enumerate(self.buffers):
+            lines += ["", f"buffer {number}: {buffer.itemsize} bytes per element, {buffer.shard:,} elements per rank"]
+            lines += drawn(buffer)
+        return "\n".join(lines)
+
     def digest(self) -> str:
         """64 hexadecimal digits that differ wherever two layouts differ."""
         return hashlib.sha256(json.dumps([_buffer_json(b) for b in self.buffers]).encode()).hexdigest()
@@ -316,6 +334,62 @@ class BucketPlan:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a BucketPlan in JSON: {error!r}") from None
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+PICTURE_WIDTH = 96
+PICTURE_ROWS = 24  # of the list of tensors
+
+
+def drawn(buffer: BufferPlan) -> list[str]:
+    """What lies where: one character for each stretch of the buffer, | between ranks, and a list of the tensors."""
+    groups: list[list[int]] = []  # neighbours of one size and block are one entry
+    for index in range(len(buffer.starts)):
+        shape = (buffer.numels[index], buffer.blocks[index])
+        if groups and shape == (buffer.numels[groups[-1][0]], buffer.blocks[groups[-1][0]]):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    letters = {index: LETTERS[n % len(LETTERS)] for n, group in enumerate(groups) for index in group}
+    lines = []
+    if buffer.numel:
+        ranks = min(buffer.world_size, PICTURE_WIDTH // 3)
+        cells = PICTURE_WIDTH // ranks - 1
+        picture = "|".join(_cells(buffer, rank, cells, letters) for rank in range(ranks))
+        lines.append(
+            f"  |{picture}|" + (f" ... {buffer.world_size - ranks} more ranks" if ranks < buffer.world_size else "")
+        )
+    rows = []
+    for group in groups[:PICTURE_ROWS]:
+        (name, start), (last, last_start) = buffer.starts[group[0]], buffer.starts[group[-1]]
+        numel, block = buffer.numels[group[0]], buffer.blocks[group[0]]
+        label = name if len(group) == 1 else f"{name} ... {last} ({len(group)})"
+        first = buffer.owner(start)
+        final = buffer.owner(max(start, last_start + numel - 1))
+        where = f"rank {first}" if first == final else f"ranks {first}-{final}"
+        rows.append((letters[group[0]], label, f"{numel:,}", f"{block:,}", where))
+    if rows:
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for letter, label, numel_text, block_text, where in rows:
+            sizes = f"{numel_text:>{widths[2]}} in blocks of {block_text:>{widths[3]}}"
+            lines.append(f"  {letter}  {label:{widths[1]}}  {sizes}  {where}")
+    hidden = sum(map(len, groups[PICTURE_ROWS:]))
+    if hidden:
+        lines.append(f"     and {hidden} more tensors")
+    return lines
+
+
+def _cells(buffer: BufferPlan, rank: int, count: int, letters: Mapping[int, str]) -> str:
+    """``count`` characters for what ``rank`` owns: the tensor in the middle of each stretch, . for padding."""
+    lo, hi = buffer.owned(rank)
+    positions = [start for _, start in buffer.starts]
+    text = ""
+    for cell in range(count):
+        position = lo + (hi - lo) * (2 * cell + 1) // (2 * count)
+        index = bisect_right(positions, position) - 1
+        inside = hi > lo and index >= 0 and position < positions[index] + buffer.numels[index]
+        text += letters[index] if inside else "."
+    return text
 
 
 @lru_cache(maxsize=64)
