@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--aux-lr",
         type=float,
-        default=3e-3,
+        default=6e-3,
         help="of AdamW for the rest, with matrix optimizers (default: %(default)s)",
     )
     add("--weight-decay", type=float, default=0.1)
@@ -70,9 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in; parameters are float32")
     add("--world-size", type=int, help="processes to start (default: one per GPU, or 2 on the CPU)")
     add("--global-batch", type=int, default=16, help="samples per step, over all processes (default: %(default)s)")
-    add("--steps", type=int, default=400, help="(default: %(default)s)")
+    add("--steps", type=int, default=250, help="(default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=100, metavar="STEPS")
+    add("--eval-every", type=int, default=50, metavar="STEPS")
     add("--save-every", type=int, default=200, metavar="STEPS")
     add("--sample", type=int, default=200, metavar="BYTES", help="text to write at the end (default: %(default)s)")
     add("--runs", default="runs", metavar="FOLDER", help="where runs lie (default: %(default)s)")
@@ -219,7 +219,8 @@ class Trainer:
             logits = self.model(torch.tensor([text[-self.config.context :]], device=self.device))[0, -1]
             text.append(int(torch.multinomial((logits.float().cpu() / 0.7).softmax(0), 1, generator=random)))
         self.reshard()
-        return bytes(text).decode(errors="replace")
+        # Bytes that are no text would not be shown, or would steer the terminal.
+        return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in bytes(text).decode(errors="replace"))
 
     def reshard(self) -> None:
         """A forward without a backward leaves the root's parameters unsharded; release them."""
