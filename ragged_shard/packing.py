@@ -246,6 +246,7 @@ class _Search:
         yield [*on, *off, *free], 0
         yield [*off, *on[::-1], *free], self.largest
         yield [*bound, *free], 0
+        yield [*by_numel, *on, *free], 3 * share
         yield [*on, *off, *free], None
         yield [*self.by_volume, *free], None
         yield [*self.by_volume[:2], *self.by_volume[:1:-1], *free], share
