@@ -562,41 +562,34 @@ def plot(path: str, title: str, sizes: Sequence[GroupSize]) -> None:
     pyplot.close(figure)
 
 
-def draw_layout(axes: Any, plan: BucketPlan, ranks: int = 8) -> None:
-    """Draw the chunks of the first ``ranks`` ranks, one row each, to scale; a colour for each size of tensor."""
+def draw_layout(axes: Any, plan: BucketPlan, rows: int = 8) -> None:
+    """Draw the shards of up to ``rows`` ranks, spread over the group, to scale: a colour for each size of tensor."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch, Rectangle
 
-    shown = min(plan.world_size, ranks)
+    world_size = plan.world_size
+    ranks = sorted({row * (world_size - 1) // max(1, rows - 1) for row in range(rows)})
     kinds: dict[tuple[int, int], tuple[Any, str]] = {}
     palette = [colormaps["tab20"](i) for i in (0, 2, 4, 6, 8, 10, 12, 16, 18, 1, 3, 5, 7, 9, 11, 13, 17, 19)]
-    offset = 0
+    left = 0
     for buffer in plan.buffers:
-        for (name, start), numel, block in zip(buffer.starts, buffer.numels, buffer.blocks, strict=True):
-            for rank in range(start // max(1, buffer.shard), shown):
-                lo, hi = max(start, rank * buffer.shard), min(start + numel, (rank + 1) * buffer.shard)
-                if lo >= hi:
-                    break
+        for (name, _), numel, block in zip(buffer.starts, buffer.numels, buffer.blocks, strict=True):
+            for row, rank in enumerate(ranks):
+                lo, hi = buffer.local_range(name, rank)
+                if lo == hi:
+                    continue
                 if (numel, block) not in kinds:
                     kinds[numel, block] = palette[len(kinds) % len(palette)], f"{name}, blocks of {block:,}"
+                place = (left + lo - buffer.owned(rank)[0], row - 0.4)
                 colour = kinds[numel, block][0]
-                x = offset + lo - rank * buffer.shard
-                axes.add_patch(
-                    Rectangle((x, rank - 0.4), hi - lo, 0.8, facecolor=colour, edgecolor="white", linewidth=0.4)
-                )
-        for rank in range(shown):
-            axes.add_patch(
-                Rectangle((offset, rank - 0.4), buffer.shard, 0.8, fill=False, edgecolor="black", linewidth=0.8)
-            )
-        offset += buffer.shard
-    axes.set(
-        xlim=(-0.01 * offset, 1.01 * offset),
-        ylim=(shown - 0.5, -0.5),
-        ylabel="rank",
-        xlabel="element of the rank's shard",
-    )
-    axes.set_yticks(range(shown))
-    axes.ticklabel_format(axis="x", style="plain")
+                axes.add_patch(Rectangle(place, hi - lo, 0.8, facecolor=colour, edgecolor="white", linewidth=0.4))
+        for row, rank in enumerate(ranks):
+            lo, hi = buffer.owned(rank)
+            axes.add_patch(Rectangle((left, row - 0.4), hi - lo, 0.8, fill=False, edgecolor="black", linewidth=0.8))
+        left += buffer.shard
+    axes.set(xlim=(-0.01 * left, 1.01 * left), ylim=(len(ranks) - 0.5, -0.5), ylabel="rank")
+    axes.set_xlabel("elements of the rank's shard" + (", one frame for each buffer" if len(plan.buffers) > 1 else ""))
+    axes.set_yticks(range(len(ranks)), [f"{rank:,}" for rank in ranks])
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.spines[["top", "right", "left"]].set_visible(False)
     widest = sorted(kinds.items(), key=lambda kind: -kind[0][0])[:8]
