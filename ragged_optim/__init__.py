@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ragged_optim import policies as policies
     from ragged_optim.optimizer import RaggedOptimizer as RaggedOptimizer
+    from ragged_optim.policies import explain as explain
     from ragged_optim.rule import BlockwiseRule as BlockwiseRule
     from ragged_optim.rule import ElementwiseRule as ElementwiseRule
     from ragged_optim.rule import MatrixRule as MatrixRule
@@ -29,6 +30,7 @@ _HOMES = {
     "ParamPolicy": "ragged_shard.policy",
     "RaggedOptimizer": "ragged_optim.optimizer",
     "StateSpec": "ragged_optim.rule",
+    "explain": "ragged_optim.policies",
     "policies": "ragged_optim.policies",
 }
 

@@ -26,9 +26,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from ragged_optim import owners
 from ragged_optim.exchange import Exchange, Live, MatrixParam
 from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
+from ragged_optim.policies import Explanation, Row
 from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule
 from ragged_optim.rules import rule_of
-from ragged_optim.state import check_loadable, load_state, local, make_owned_state, make_param_state
+from ragged_optim.state import check_loadable, load_state, local, make_block_state, make_owned_state, make_param_state
 from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
 
 __all__ = ["RaggedOptimizer", "refuse"]
@@ -223,6 +224,33 @@ class RaggedOptimizer(Optimizer):
                 yield (names[i] if names else f"#{position}"), param, group
                 position += 1
 
+    def explain(self) -> Explanation:
+        """Who updates what, which rank owns which matrix, and what each rank has to do for the matrices."""
+        self._complete_states()
+        rows, work = [], []
+        for name, param, group in self.named_entries():
+            of = self._matrix_params.get(param)
+            state = self.state.get(param, {}).values()
+            note = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else ""
+            rows.append(
+                Row(
+                    name=name,
+                    shape=tuple(param.shape),
+                    rule=group["rule"],
+                    lr=float(group["lr"]) if "lr" in group else None,
+                    note=note,
+                    state_bytes=sum(local(value).numel() * value.element_size() for value in state),
+                    owners=() if of is None or of.layout.group is None else tuple(of.owners),
+                )
+            )
+            if of is not None:
+                work += [(of.job(index), owner) for index, owner in enumerate(of.owners)]
+        loads = [[0.0, 0] for _ in range(1 + max((owner for _, owner in work), default=-1))]
+        for job, owner in work:
+            loads[owner][0] += job.flops
+            loads[owner][1] += 2 * (sum(job.held) - job.held[owner])
+        return Explanation(tuple(rows), tuple((flops, int(moved)) for flops, moved in loads))
+
     # ---- state --------------------------------------------------------------------------------------------------
 
     def layout(self, param: Tensor, name: str) -> Layout:
@@ -257,8 +285,13 @@ class RaggedOptimizer(Optimizer):
         rule, shape = self.rule_of(group), tuple(param.shape)
         state = {}
         for key, spec in rule.init(shape, group).items():
-            if spec.home == "param":
-                state[key] = ready[key] if key in ready else make_param_state(spec, param, name)
+            if key in ready:
+                state[key] = ready[key]
+            elif isinstance(rule, BlockwiseRule) and spec.home == "param" and spec.shape != shape:
+                block = rule.block(shape, group).numel(shape)
+                state[key] = make_block_state(spec, param, name, self.layout(param, name), block)
+            elif spec.home != "owner":
+                state[key] = make_param_state(spec, param, name)
         if isinstance(rule, MatrixRule):
             of = self._matrix_params[param]
             for index, matrix in enumerate(of.matrices):
@@ -664,7 +697,7 @@ def _flat_states(
             continue
         specs = {index: rule.init(tuple(param.shape), group) for index, param in members.items()}
         for key, spec in specs[0].items():
-            if spec.shape != tuple(members[0].shape) or spec.fill or any(key not in other for other in specs.values()):
+            if spec.home != "param" or spec.fill or any(key not in other for other in specs.values()):
                 continue
             flat = buffer.like(buffer.dtype if spec.dtype is None else spec.dtype)
             buffers.append(flat)
@@ -691,7 +724,7 @@ def _flat_pieces(live: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor
         counters: dict[str, list[Tensor]] = {}
         for key, value in state[first].items():
             values = {index: state[param].get(key) for index, param in members.items()}
-            if value.ndim == 0 and not isinstance(value, DTensor):
+            if not isinstance(value, DTensor):
                 if any(other is None or other.item() != value.item() for other in values.values()):
                     break
                 flat[key] = value

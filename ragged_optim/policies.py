@@ -10,35 +10,41 @@ name only.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragged_shard.block import Block
-from ragged_shard.policy import OrigParamPolicy, ParamPolicy
+from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
 
-__all__ = ["ByName", "by_name", "is_hidden_matrix", "muon"]
+if TYPE_CHECKING:
+    from ragged_optim.optimizer import RaggedOptimizer
 
-# Parts of a dotted name that mark an input or output table, or a router: rows there are looked up or compete, they are
-# no linear map between hidden states. Whole parts, as used in transformers, torchtitan, timm, nanoGPT, mamba and
-# whisper.
+__all__ = ["ByName", "Explanation", "Row", "by_name", "explain", "is_hidden_matrix", "muon"]
+
+# The last part of a name, for input and output tables and for routers: rows there are looked up or compete, they are no
+# linear map between hidden states. As used in transformers, torchtitan, timm, nanoGPT, mamba and whisper.
 _TABLES = re.compile(
     r"""^(
-      .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.* |
-      .*_embed
-    | wte | wpe | shared | relative_attention_bias | rel_pos.* | pos_emb.* | position.*
-    | lm_head | head | heads | output | embed_out | unembed | output_projection | proj_out | classifier | score | scores
-    | qa_outputs | vocab_projector | vocab_transform_out | decoder_head | predictions | cls | pooler
-    | router | gate | wg | gating | routers? | switch
+      .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.*
+    | .*_embed | wte | wpe | shared | relative_attention_bias | rel_pos.* | pos_emb.* | position.* | .*_token
+    | lm_head | head | heads | output | embed_out | unembed | output_projection | classifier | scores?
+    | qa_outputs | vocab_projector | predictions | cls
+    | router | gate | wg | gating | routers | switch
+    | A_log | dt_bias | D
     )$""",
     re.VERBOSE,
 )
+# The first layer of a vision model sees pixels, not hidden states.
+_PATCHES = re.compile(r"(^|[._])(patch_embed\w*|patchify|stem)([._]|$)")
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
 # Marks a convolution: dims 1.. are one input.
-_CONVOLUTION = re.compile(r"(^|[._])(conv\w*|patch_embed\w*|downsample|stem)([._]|$)")
-_EXPERTS = re.compile(
-    r"(^|[._])(experts?|moe|w1|w2|w3|gate_up_proj|down_proj|gate_proj|up_proj|mlp1|mlp2)([._]|_weight|$)"
-)
+_CONVOLUTION = re.compile(r"(^|[._])(\w*conv\w*|downsampl\w*)([._]|$)")
+_EXPERTS = re.compile(r"(^|[._])(experts?|moe)([._]|$)")
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -46,20 +52,18 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 
     No: vectors, embeddings, heads, norms, routers, and convolutions that look at one channel (depthwise).
     """
-    if len(shape) < 2 or (min(shape[-2:]) == 1 and len(shape) == 2) or 0 in shape:
+    if len(shape) < 2 or 0 in shape:
         return False
-    parts = name.split(".")
-    leaf = parts[-1] if parts[-1] not in ("weight", "bias") else (parts[-2] if len(parts) > 1 else "weight")
-    if parts[-1].endswith("bias") or re.search(r"norm|(^|_)ln(_|\d|$)", leaf):
-        return False
-    if _TABLES.match(leaf):
+    *path, last = name.split(".")
+    leaf = path[-1] if last == "weight" and path else last
+    if last.endswith("bias") or _NORM.search(leaf) or _TABLES.match(leaf) or _PATCHES.search(name):
         return False
     # `decoder.weight` under a head is tied to the embedding; a `decoder` elsewhere holds layers.
-    if leaf == "decoder" and len(parts) > 2 and _TABLES.match(parts[-3]):
+    if leaf == "decoder" and len(path) > 1 and _TABLES.match(path[-2]):
         return False
     if _is_convolution(name, shape):
         return shape[1] > 1
-    return True
+    return min(shape[-2:]) > 1
 
 
 def _is_convolution(name: str, shape: Sequence[int]) -> bool:
@@ -140,3 +144,94 @@ def by_name(patterns: Mapping[str, ParamPolicy], default: OrigParamPolicy | None
     The optimizer refuses patterns that match no parameter.
     """
     return ByName(patterns, default)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of an explanation. ``owners``: group rank of every matrix; empty for rules without matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    lr: float | None
+    note: str
+    state_bytes: int
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who updates what. ``str()`` is a plain table; rich prints a coloured one."""
+
+    rows: tuple[Row, ...]
+    # FLOPs and bytes to move per rank and step, for matrix rules.
+    loads: tuple[tuple[float, int], ...] = ()
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("parameter", "shape", "rule", "lr", "state bytes here", "owner", "")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        cells: list[tuple[str, ...]] = []
+        for row in self.rows:
+            owners = ",".join(map(str, row.owners[:6])) + (",..." if len(row.owners) > 6 else "")
+            lr = "" if row.lr is None else f"{row.lr:g}"
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            cells.append(
+                (row.name, shape, row.rule, lr, f"{row.state_bytes:,}" if row.state_bytes else "", owners, row.note)
+            )
+        return cells
+
+    def _footer(self) -> list[str]:
+        counts: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            number, elements = counts.get(row.rule, (0, 0))
+            counts[row.rule] = number + 1, elements + math.prod(row.shape)
+        lines = [f"{rule}: {number} parameters, {elements:,} elements" for rule, (number, elements) in counts.items()]
+        lines += [
+            f"rank {rank}: {flops:.3g} FLOPs of matrix updates, {moved:,} bytes gathered and scattered a step"
+            for rank, (flops, moved) in enumerate(self.loads)
+        ]
+        return lines
+
+    def __str__(self) -> str:
+        table = [self.COLUMNS, *self._cells()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(self.COLUMNS))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *self._footer()])
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(*self.COLUMNS)
+        colours = dict(
+            zip(sorted({row.rule for row in self.rows}), itertools.cycle(("cyan", "magenta", "green")), strict=False)
+        )
+        for row, cells in zip(self.rows, self._cells(), strict=True):
+            table.add_row(*cells, style=colours[row.rule])
+        return Group(table, *self._footer())
+
+
+def explain(
+    target: RaggedOptimizer | Iterable[tuple[str, Any]], policy: OrigParamPolicy | None = None, default: str = "adamw"
+) -> Explanation:
+    """Who updates what: of an optimizer, or of ``model.named_parameters()`` under ``policy`` before there is one.
+
+    ``print(explain(optimizer))``. ``default``: the rule of parameters for which the policy names none.
+    """
+    from ragged_optim.optimizer import RaggedOptimizer
+
+    if not isinstance(target, RaggedOptimizer):
+        rows = []
+        for name, parameter in target:
+            answer = apply_policy(policy, name, parameter)
+            rule = default if answer.optimizer is None else answer.optimizer
+            notes = [f"{key}={value}" for key, value in answer.hyperparameters.items()]
+            notes += [f"block {answer.block}"] if answer.block else []
+            named = rule if isinstance(rule, str) else rule.__name__
+            rows.append(
+                Row(name, tuple(parameter.shape), named, answer.hyperparameters.get("lr"), ", ".join(notes), 0, ())
+            )
+        return Explanation(tuple(rows))
+    return target.explain()

@@ -31,16 +31,17 @@ State = dict[str, Tensor]
 class StateSpec:
     """One state tensor, described globally, zero (or ``fill``) at the start.
 
-    ``shape``: the parameter's own shape (then it is sharded like the parameter), ``()`` (a counter, the same on every
-    rank), for a ``BlockwiseRule`` also ``(number of blocks, ...)`` (then it is cut where the parameter is), and
-    anything for ``home="owner"`` (a ``MatrixRule``'s state of one matrix, kept by the rank that computes that
-    matrix). ``dtype``: ``None`` means the parameter's. ``fill="salt"``: a number made from the parameter's name, by
-    which random bits differ between parameters but not between runs.
+    ``home="param"``: cut where the parameter is; ``shape`` is the parameter's own, or, for a ``BlockwiseRule``,
+    ``(number of blocks, ...)``. ``home="everywhere"``: the same on every rank (counters, seeds). ``home="owner"``: a
+    ``MatrixRule``'s state of one matrix, of any shape, kept by the rank that computes that matrix.
+
+    ``dtype``: ``None`` means the parameter's. ``fill="salt"``: a number made from the parameter's name, by which random
+    bits differ between parameters but not between runs.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    home: Literal["param", "owner"] = "param"
+    home: Literal["param", "owner", "everywhere"] = "param"
     fill: float | Literal["salt"] = 0.0
 
 

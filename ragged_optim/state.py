@@ -41,8 +41,8 @@ def _fill(spec: StateSpec, name: str) -> float | int:
 def make_param_state(spec: StateSpec, param: Tensor, name: str) -> Tensor:
     """The state ``spec`` of ``param``: shaped and placed like it, or a counter."""
     dtype = param.dtype if spec.dtype is None else spec.dtype
-    if spec.shape == () and param.ndim:
-        return torch.full((), _fill(spec, name), dtype=dtype, device=local(param).device)
+    if spec.home == "everywhere":
+        return torch.full(spec.shape, _fill(spec, name), dtype=dtype, device=local(param).device)
     if spec.shape != tuple(param.shape):
         raise ValueError(
             f"a state of parameter {name!r} has shape {spec.shape}; it must be that of the parameter, "
@@ -52,6 +52,46 @@ def make_param_state(spec: StateSpec, param: Tensor, name: str) -> Tensor:
     if spec.fill:
         local(state).fill_(_fill(spec, name))
     return state
+
+
+def make_block_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, block: int) -> Tensor:
+    """The state ``spec`` with one row per block of ``block`` elements of ``param``, cut where the parameter is cut."""
+    dtype = param.dtype if spec.dtype is None else spec.dtype
+    device, fill = local(param).device, _fill(spec, name)
+    if not isinstance(param, DTensor):
+        return torch.full(spec.shape, fill, dtype=dtype, device=device)
+    extents = [layout.extent(rank) for rank in range(len(layout.pieces))]
+    counts = [-(-extent.stop // block) - -(-extent.start // block) for extent in extents if extent is not None]
+    if layout.group is None:
+        whole = torch.full(spec.shape, fill, dtype=dtype, device=device)
+        return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
+    if len(counts) != len(extents) or sum(counts) != spec.shape[0]:
+        raise ValueError(f"a state of parameter {name!r} has {spec.shape[0]} rows; its blocks are {sum(counts)}")
+    from ragged_shard.placement import RaggedShard
+
+    placements: list[Any] = [Replicate()] * param.device_mesh.ndim
+    placements[_sharded_dim(param, name)] = RaggedShard((0,), counts if any(counts) else [1, *[0] * (len(counts) - 1)])
+    mine = torch.full((counts[layout.rank], *spec.shape[1:]), fill, dtype=dtype, device=device)
+    return _assembled(mine, spec.shape, param, placements)
+
+
+def _sharded_dim(param: DTensor, name: str) -> int:
+    mesh = param.device_mesh
+    dims = [
+        dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
+    if len(dims) != 1:
+        raise NotImplementedError(
+            f"parameter {name!r} is sharded over {len(dims)} mesh dims; states that do not have its shape need one"
+        )
+    return dims[0]
+
+
+def _assembled(mine: Tensor, shape: tuple[int, ...], param: DTensor, placements: list[Any]) -> Tensor:
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        mine, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def make_owned_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, owner: int) -> Tensor:
@@ -67,20 +107,11 @@ def make_owned_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, 
         return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
     from ragged_shard.placement import RaggedShard
 
-    mesh = param.device_mesh
-    sharded = [
-        dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
-    if len(sharded) != 1:
-        raise NotImplementedError(
-            f"parameter {name!r} is sharded over {len(sharded)} mesh dims; states owned by one rank need one"
-        )
+    mesh, dim = param.device_mesh, _sharded_dim(param, name)
     placements: list[Any] = [Replicate()] * mesh.ndim
-    placements[sharded[0]] = RaggedShard.one_hot(owner, mesh.size(sharded[0]), dims=(0,))
-    shape = spec.shape if layout.rank == owner else (0, *spec.shape[1:])
-    mine = torch.full(shape, _fill(spec, name), dtype=dtype, device=device)
-    stride = tuple(math.prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape)))
-    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size(spec.shape), stride=stride)
+    placements[dim] = RaggedShard.one_hot(owner, mesh.size(dim), dims=(0,))
+    rows = spec.shape if layout.rank == owner else (0, *spec.shape[1:])
+    return _assembled(torch.full(rows, _fill(spec, name), dtype=dtype, device=device), spec.shape, param, placements)
 
 
 def check_loadable(key: str, value: object, state: Mapping[str, Tensor], name: str, rule: str) -> None:

@@ -45,7 +45,7 @@ class AdamWRule(ElementwiseRule):
 
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
         moment = StateSpec(shape, group["state_dtype"])
-        states = {"step": StateSpec((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        states = {"step": StateSpec((), torch.float32, home="everywhere"), "exp_avg": moment, "exp_avg_sq": moment}
         return {**states, "max_exp_avg_sq": moment} if group["amsgrad"] else states
 
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group) -> None:
@@ -66,7 +66,10 @@ class AdamWRule(ElementwiseRule):
             columns += [[values[i] for i in chosen] for values in moments.values()]
             with whole_vectors(columns) as (pieces, owner):
                 kernel(
-                    *pieces[:4],
+                    pieces[0],
+                    pieces[1],
+                    pieces[2],
+                    pieces[3],
                     pieces[4] if group["amsgrad"] else [],
                     [steps[chosen[i]] for i in owner],
                     lr=learning_rate(group),

@@ -1,0 +1,123 @@
+"""Routing of real models: embeddings, heads, norms, biases, routers and depthwise convolutions are not Muon's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ragged_optim
+from ragged_optim import Block, ParamPolicy, explain, policies
+from tests.ragged_optim.models import full
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+LLAMA = {**SMALL, "num_hidden_layers": 1, "intermediate_size": 48, "num_key_value_heads": 2}
+ATTENTION = {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkvo"}
+MLP = {f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+EXPERTS = {f"model.layers.0.mlp.experts.{x}" for x in ("gate_up_proj", "down_proj")}
+MODELS = {
+    "GPT2": (
+        {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64},
+        {f"transformer.h.0.{x}.weight" for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
+    ),
+    "Llama": (LLAMA, ATTENTION | MLP),
+    "Mixtral": ({**LLAMA, "num_local_experts": 4}, ATTENTION | EXPERTS),
+    "GptOss": ({**LLAMA, "num_local_experts": 4, "head_dim": 16}, ATTENTION | EXPERTS),
+    "Mamba": (
+        {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 64, "state_size": 8},
+        {f"backbone.layers.0.mixer.{x}_proj.weight" for x in ("in", "x", "dt", "out")},
+    ),
+    "Bert": (
+        {**SMALL, "num_hidden_layers": 1, "intermediate_size": 48, "is_decoder": True},
+        {f"bert.encoder.layer.0.attention.self.{x}.weight" for x in ("query", "key", "value")}
+        | {f"bert.encoder.layer.0.{x}.dense.weight" for x in ("attention.output", "intermediate", "output")}
+        | {"cls.predictions.transform.dense.weight"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    options, expected = MODELS[name]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**options))
+    rows = explain(model.named_parameters(), policies.muon()).rows
+    assert {row.name for row in rows if row.rule == "muon"} == expected
+    assert {row.rule for row in rows} == {"muon", "adamw"}
+    # The whole model can be optimized, tied weights once.
+    optimizer = ragged_optim.Muon(model.named_parameters())
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hidden"),
+    [
+        ("tok_embeddings.weight", (64, 8), False),
+        ("output.weight", (64, 8), False),
+        ("layers.0.attention.wq.weight", (8, 8), True),
+        ("layers.0.feed_forward.w1.weight", (8, 8), True),
+        ("layers.0.moe.router.gate.weight", (4, 8), False),
+        ("layers.0.moe.experts.w1", (4, 8, 8), True),
+        ("transformer.wte.weight", (64, 8), False),
+        ("lm_head.weight", (64, 8), False),
+        ("head.weight", (10, 8), False),
+        ("blocks.0.norm1.weight", (8,), False),
+        ("blocks.0.mlp.fc1.bias", (8,), False),
+        ("patch_embed.proj.weight", (8, 3, 4, 4), False),
+        ("layer1.0.conv2.weight", (8, 8, 3, 3), True),
+        ("mixer.conv1d.weight", (8, 1, 4), False),
+        ("0.weight", (8, 8), True),
+        ("proj.weight", (8, 1), False),
+        ("lm_head.decoder.weight", (64, 8), False),
+        ("empty.weight", (0, 8), False),
+    ],
+)
+def test_names_and_shapes(name: str, shape: tuple[int, ...], hidden: bool) -> None:
+    assert policies.is_hidden_matrix(name, shape) is hidden
+
+
+def test_convolutions_are_flattened_and_stacks_are_not() -> None:
+    policy = policies.muon(expert_block=Block.slices(1))
+    conv = policy("layer.conv2.weight", torch.empty(8, 4, 3, 3))
+    assert conv is not None and dict(conv.hyperparameters) == {"flatten": True}
+    stack = policy("experts.w1", torch.empty(4, 8, 8))
+    assert stack is not None and not stack.hyperparameters and stack.block == Block.slices(1)
+
+
+def test_patterns_take_the_first_match_full_or_relative() -> None:
+    policy = policies.by_name(
+        {"q_proj.weight": ParamPolicy(optimizer="muon", lr=1.0), "*.weight": ParamPolicy(optimizer="adamw", lr=2.0)},
+        policies.muon(),
+    )
+    weight = torch.empty(4, 4)
+    for name in ("q_proj.weight", "model.layers.3.q_proj.weight"):
+        assert policy(name, weight) == ParamPolicy(optimizer="muon", lr=1.0)
+    assert policy("a.weight", weight) == ParamPolicy(optimizer="adamw", lr=2.0)
+    assert policy("experts.w1", torch.empty(2, 4, 4)) == ParamPolicy(optimizer="muon")
+
+
+def test_fused_heads_by_policy_are_separate_matrices() -> None:
+    weight = nn.Parameter(full((12, 8), 0))
+    policy = policies.by_name({"qkv.weight": ParamPolicy(optimizer="muon", split_sizes=(4,) * 3)})
+    optimizer = ragged_optim.Muon([("attn.qkv.weight", weight)], orig_param_policy=policy, weight_decay=0.0, lr=1.0)
+    start = weight.detach().clone()
+    weight.grad = full((12, 8), 1)
+    optimizer.step()
+    for part in (start - weight.detach()).split(4):
+        singular = torch.linalg.svdvals(part)
+        assert singular.min() > 0.6 and singular.max() < 1.2
+
+
+def test_explain_shows_every_parameter_rule_and_state_as_text_and_as_a_rich_table() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    optimizer = ragged_optim.Muon(model.named_parameters(), lr=0.02)
+    explanation = explain(optimizer)
+    text = str(explanation)
+    for part in ("0.weight", "16x8", "muon", "0.02", "512", "0.bias", "adamw", "muon: 2 parameters, 192 elements"):
+        assert part in text
+    assert [row.state_bytes for row in explanation.rows] == [512, 256, 2 * 64 + 4, 2 * 16 + 4]
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(explanation)
+    assert "0.weight" in console.export_text()
