@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -78,12 +79,12 @@ class FlatBuffer:
     def trainable(self) -> bool:
         return any(p.sharded.requires_grad for p in self.parameters)
 
-    def make_full(self, pool: Pool, param_dtype: torch.dtype | None, label: str) -> DBuffer:
+    def make_full(self, pool: Pool, param_dtype: torch.dtype | None, owner: str) -> DBuffer:
         if self.full is None:
             dtype = self.params.dtype
             if param_dtype is not None and dtype.is_floating_point:
                 dtype = param_dtype
-            self.full = DBuffer.whole(self.layout, dtype, pool, label=label)
+            self.full = DBuffer.whole(self.layout, dtype, pool, label="parameters", owner=owner)
             for index, parameter in enumerate(self.parameters):
                 parameter.full = self._unsharded(index, self.full.views[index], parameter.sharded.requires_grad)
         return self.full
@@ -99,13 +100,13 @@ class FlatBuffer:
         spec = DTensorSpec(mesh, outer.placements, tensor_meta=TensorMeta(torch.Size(outer.shape), stride, view.dtype))
         return nn.Parameter(DTensor(view, spec, requires_grad=False), requires_grad=requires_grad)
 
-    def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, label: str) -> tuple[DBuffer, DBuffer]:
+    def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, owner: str) -> tuple[DBuffer, DBuffer]:
         if self.full_grads is None:
             assert self.full is not None
             dtype = reduce_dtype or self.full.dtype
-            self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label=label)
+            self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label="gradients", owner=owner)
             if self.scratch is None and (numel := self.full_grads.scratch_numel()):
-                self.scratch = pool.lease(numel, dtype, label)
+                self.scratch = pool.lease(numel, dtype, "scratch", owner)
                 self.scratch.release()
         if self.grads is None:
             self.grads = self.params.like()
@@ -163,6 +164,8 @@ class Bucket:
         # Of each forward call that backward has entered: inputs whose gradient is still to come.
         self.awaited_inputs: dict[int, int] = {}
         self.in_backward = False
+        # Whether an earlier backward left gradients here without reducing them.
+        self.unreduced = False
         # Whether this backward is torch.autograd.grad: no gradient will come.
         self.captured = False
         self.reduced = False
@@ -199,6 +202,10 @@ class Bucket:
             number = next(_issued)
             agree(self.mesh, "RAGGED_DEBUG", lambda: f"collective {number}: {collective} of {self.name!r}")
 
+    def _note(self, action: str) -> None:
+        if self.pool is not None:
+            self.pool.note(action, "", self.name, 0)
+
     # -- parameters --
 
     def unshard(self) -> None:
@@ -214,17 +221,20 @@ class Bucket:
         self._announce("all_gather")
         with (
             self.streams.on(self.streams.gather),
+            # Buffers and views outlive an evaluation under inference_mode and are trained on afterwards.
+            torch.inference_mode(False),
             torch.no_grad(),
             torch.profiler.record_function(f"fsdp.all_gather ({self.name})"),
         ):
             for buffer in self.buffers:
-                full = buffer.make_full(self.pool, self.param_dtype, "parameters")
+                full = buffer.make_full(self.pool, self.param_dtype, self.name)
                 full.acquire()
+                self.pool.note("all_gather", "parameters", self.name, full.nbytes)
                 if buffer.kept is not None and buffer.kept.held:
                     self._gathers.append(self._gather_kept(full, buffer.kept))
                 else:
                     self._gathers.append(buffer.params.all_gather(full))
-        self._hook_gradients()
+            self._hook_gradients()
 
     def _gather_kept(self, full: DBuffer, kept: Lease) -> Pending:
         assert self.post_forward_group is not None
@@ -240,7 +250,7 @@ class Bucket:
             assert buffer.full is not None
             part = buffer.full.flat.chunk(size)[rank]
             if buffer.kept is None:
-                buffer.kept = self.pool.lease(part.numel(), part.dtype, "parameters")
+                buffer.kept = self.pool.lease(part.numel(), part.dtype, "parameters", self.name)
             buffer.kept.acquire()
             with torch.no_grad():
                 buffer.kept.tensor.copy_(part)
@@ -252,6 +262,7 @@ class Bucket:
             return
         for gather in self._gathers:
             gather.wait()
+        self._note("gathered")
         self._gathers.clear()
         for parameter in self.parameters:
             full = parameter.full
@@ -290,7 +301,10 @@ class Bucket:
         if self._hooked:
             return
         self._hooked = True
-        for buffer in self.buffers:
+        # Autograd's nodes hold these hooks where Python's collector cannot look: a strong reference to the bucket would
+        # keep a deleted model alive.
+        bucket = weakref.ref(self)
+        for position, buffer in enumerate(self.buffers):
             for index, parameter in enumerate(buffer.parameters):
                 full = parameter.full
                 assert full is not None
@@ -299,23 +313,21 @@ class Bucket:
                 was = full.requires_grad
                 full.requires_grad_(True)
                 # Held for good: the graph keeps only a weak reference to a leaf's accumulator.
-                parameter.edge = get_gradient_edge(full)
+                with torch.enable_grad():
+                    parameter.edge = get_gradient_edge(full)
                 if isinstance(full, WeightParameter):
-                    parameter.place = GradientPlace(functools.partial(self._gradient_place, buffer, index))
+                    parameter.place = GradientPlace(functools.partial(_gradient_place, bucket, position, index))
                     full.place = parameter.place
-                full.register_post_accumulate_grad_hook(self._gradient_hook(buffer, index))
+                full.register_post_accumulate_grad_hook(functools.partial(_gradient_came, bucket, position, index))
                 full.requires_grad_(was)
 
-    def _gradient_hook(self, buffer: FlatBuffer, index: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            task = self.enter_backward()
-            with torch.no_grad():
-                self._take_gradient(buffer, index, parameter)
-            self.outstanding[task] -= 1
-            if self.outstanding[task] == 0:
-                self.on_complete()
-
-        return hook
+    def _gradient_came(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
+        task = self.enter_backward()
+        with torch.no_grad():
+            self._take_gradient(buffer, index, full)
+        self.outstanding[task] -= 1
+        if self.outstanding[task] == 0:
+            self.on_complete()
 
     def _take_gradient(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
         """Write a gradient that autograd has accumulated into its view of the unreduced buffer."""
@@ -341,7 +353,7 @@ class Bucket:
 
     def _open_gradients(self, buffer: FlatBuffer) -> DBuffer:
         assert self.pool is not None
-        full_grads, _ = buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
+        full_grads, _ = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
         if full_grads.acquire():
             full_grads.zero_gaps_()
         return full_grads
@@ -387,7 +399,7 @@ class Bucket:
                 for buffer in self.buffers:
                     if parameter in buffer.parameters:
                         assert self.pool is not None
-                        buffer.make_grads(self.pool, self.reduce_dtype, "gradients")
+                        buffer.make_grads(self.pool, self.reduce_dtype, self.name)
             assert parameter.grad is not None
             with torch.no_grad():
                 parameter.grad.copy_(grad)
@@ -424,6 +436,7 @@ class Bucket:
                         if accumulate and not parameter.accumulates:
                             grads.views[index].zero_()
                         parameter.accumulates = True
+                self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
                 scratch = None
                 if buffer.scratch is not None:
                     buffer.scratch.acquire()
@@ -443,7 +456,7 @@ class Bucket:
                         carry=buffer.carry,
                     )
                 self._reductions.append((buffer, pending))
-        self.reduced = True
+        self.reduced, self.unreduced = True, False
         self.published = not self._carries
 
     def finish_reduce(self) -> None:
@@ -461,6 +474,7 @@ class Bucket:
                 buffer.full_grads.release()
                 if self.published:
                     buffer.carry = None
+        self._note("reduced")
 
     @property
     def _carries(self) -> bool:
@@ -477,6 +491,7 @@ class Bucket:
                     parameter.sharded.grad = parameter.grad
                     _run_hooks(parameter.sharded)
                 parameter.used = False
+        self.unreduced = self.unreduced or (self.in_backward and not self.reduced and not self.captured)
         self.in_backward = False
         self.reduced = self.published = self.captured = False
         self.outstanding.clear()
@@ -496,6 +511,7 @@ class Bucket:
             if parameter.place is not None:
                 parameter.place.claimed = False
         self.leave_backward(None)
+        self.unreduced = False
 
     # -- moving --
 
@@ -536,6 +552,16 @@ class Bucket:
 
     def numel(self) -> int:
         return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
+
+
+def _gradient_came(bucket: weakref.ref[Bucket], position: int, index: int, full: Tensor) -> None:
+    if (alive := bucket()) is not None:
+        alive._gradient_came(alive.buffers[position], index, full)
+
+
+def _gradient_place(bucket: weakref.ref[Bucket], position: int, index: int) -> Tensor | None:
+    alive = bucket()
+    return None if alive is None else alive._gradient_place(alive.buffers[position], index)
 
 
 def _run_hooks(parameter: nn.Parameter) -> None:

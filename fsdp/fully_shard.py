@@ -340,6 +340,8 @@ def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:
         flat = member.local.reshape(-1)
         local.view(-1).copy_(flat[base + lo - start : base + hi - start])
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+    # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
+    sharded._local_tensor = local  # type: ignore[attr-defined]
     for attribute, value in original.__dict__.items():
         setattr(sharded, attribute, value)
     for module, attribute in member.places:

@@ -92,6 +92,8 @@ class Schedule:
 
     def after_forward(self, bucket: Bucket, needs_backward: bool) -> None:
         if needs_backward:
+            if bucket in self._backward_stack:
+                self._backward_stack.remove(bucket)
             self._backward_stack.append(bucket)
         if bucket.reshard_after_forward:
             if needs_backward and bucket.post_forward_group is not None:
@@ -154,13 +156,9 @@ class Schedule:
         """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
         self._callback_queued = False
         with torch.profiler.record_function("fsdp.end_backward"):
-            left, self._reduce_order = self._reduce_order, []
-            if any(bucket.captured for bucket in self.buckets):
-                left = []
-            for bucket in left + [b for b in self.buckets if b.in_backward and b not in left]:
-                if self._owes_reduction(bucket, bucket in left):
-                    bucket.open_backward()
-                    self._start_reduce(bucket)
+            for bucket in self._owing():
+                bucket.open_backward()
+                self._start_reduce(bucket)
             while self._in_flight:
                 self._in_flight.pop(0).finish_reduce()
             self.streams.compute_waits(self.streams.reduce)
@@ -173,11 +171,14 @@ class Schedule:
             self._backward_stack.clear()
             self._ready.clear()
 
-    @staticmethod
-    def _owes_reduction(bucket: Bucket, expected: bool) -> bool:
-        if bucket.captured or not (bucket.trainable and bucket.requires_gradient_sync):
-            return False
-        return expected or not bucket.reduced
+    def _owing(self) -> list[Bucket]:
+        """Buckets still to be reduced, in the order that all ranks share."""
+        order, self._reduce_order = self._reduce_order, []
+        if any(bucket.captured for bucket in self.buckets):
+            # torch.autograd.grad: nothing was accumulated, nothing is reduced.
+            return []
+        order += [b for b in self.buckets if (b.in_backward or b.unreduced) and not b.reduced and b not in order]
+        return [bucket for bucket in order if bucket.trainable and bucket.requires_gradient_sync]
 
     def _used_anywhere(self, buckets: list[Bucket]) -> dict[Bucket, list[bool]]:
         """Of each parameter, whether any rank had a gradient for it: one small reduction per mesh."""

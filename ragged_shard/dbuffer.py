@@ -46,7 +46,7 @@ __all__ = ["DBuffer", "Layout", "buffer_of"]
 
 @dataclass(frozen=True)
 class Outer:
-    """The DTensor of which a buffered tensor is this rank's part (tensor parallelism), on another mesh than the buffer's.
+    """The DTensor of which a buffered tensor is this rank's part (tensor parallelism on another mesh dimension).
 
     ``mesh``: the buffer's mesh and the other together. ``placements``: those on the other. ``shape``: the global one.
     """
@@ -178,10 +178,10 @@ class DBuffer:
 
     @classmethod
     def whole(
-        cls, layout: Layout, dtype: torch.dtype, pool: Pool, *, partial: bool = False, label: str = ""
+        cls, layout: Layout, dtype: torch.dtype, pool: Pool, *, partial: bool = False, label: str = "", owner: str = ""
     ) -> DBuffer:
         """The whole buffer on each rank, without memory until ``acquire``."""
-        lease = pool.lease(layout.shard * layout.ranks, dtype, label)
+        lease = pool.lease(layout.shard * layout.ranks, dtype, label, owner)
         buffer = cls(layout, lease.tensor, _placements(layout, Partial() if partial else Replicate()), lease)
         _ = buffer.views
         buffer.release()
@@ -206,6 +206,11 @@ class DBuffer:
     @property
     def dtype(self) -> torch.dtype:
         return self._flat.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor on this rank, whether or not there is memory under it."""
+        return self._flat.numel() * self._flat.itemsize
 
     @property
     def device(self) -> torch.device:

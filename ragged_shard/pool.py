@@ -18,13 +18,14 @@ lease must not hand out its views then.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["Lease", "Ledger", "Pool"]
+__all__ = ["Event", "Lease", "Ledger", "Pool"]
 
 # Blocks are multiples of this, so that buckets of nearly equal size share one.
 _GRANULARITY = 512
@@ -43,6 +44,17 @@ class Ledger:
     by_label: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a lease, or was noted by who uses it. ``seconds``: of ``time.perf_counter``."""
+
+    action: str
+    label: str
+    owner: str
+    nbytes: int
+    seconds: float
+
+
 class _Block:
     """A piece of memory without an owner: a storage, and (CUDA) the event after which it may be written."""
 
@@ -56,12 +68,13 @@ class _Block:
 class Lease:
     """A flat tensor of fixed identity whose memory comes and goes. Not usable while released."""
 
-    __slots__ = ("_block", "_pool", "_storage", "held", "label", "nbytes", "tensor")
+    __slots__ = ("_block", "_pool", "_storage", "held", "label", "nbytes", "owner", "tensor")
 
-    def __init__(self, pool: Pool, numel: int, dtype: torch.dtype, label: str) -> None:
+    def __init__(self, pool: Pool, numel: int, dtype: torch.dtype, label: str, owner: str) -> None:
         self._pool = pool
         self.nbytes = _round_up(numel * dtype.itemsize)
         self.label = label
+        self.owner = owner
         self._storage = torch.UntypedStorage(0, device=pool.device)
         self._block: _Block | None = None
         # Views can be made only while there is memory, so a lease is born held.
@@ -91,11 +104,18 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ledger = Ledger()
+        # A list to be filled with what happens, or None: nothing is recorded.
+        self.timeline: list[Event] | None = None
         self._free: dict[int, list[_Block]] = defaultdict(list)
 
-    def lease(self, numel: int, dtype: torch.dtype, label: str = "") -> Lease:
+    def note(self, action: str, label: str, owner: str, nbytes: int) -> None:
+        """Put an event on the timeline, if one is kept."""
+        if self.timeline is not None:
+            self.timeline.append(Event(action, label, owner, nbytes, time.perf_counter()))
+
+    def lease(self, numel: int, dtype: torch.dtype, label: str = "", owner: str = "") -> Lease:
         """A flat tensor of ``numel`` elements, holding memory (undefined contents)."""
-        return Lease(self, numel, dtype, label)
+        return Lease(self, numel, dtype, label, owner)
 
     def trim(self) -> None:
         """Free every block that is not in use."""
@@ -109,6 +129,7 @@ class Pool:
         ledger.in_use += lease.nbytes
         ledger.by_label[lease.label] += lease.nbytes
         ledger.peak_in_use = max(ledger.peak_in_use, ledger.in_use)
+        self.note("acquire", lease.label, lease.owner, lease.nbytes)
         if not _CAN_SWAP:
             lease._storage.resize_(lease.nbytes)
             ledger.grown += 1
@@ -128,6 +149,7 @@ class Pool:
     def _release(self, lease: Lease) -> None:
         self.ledger.in_use -= lease.nbytes
         self.ledger.by_label[lease.label] -= lease.nbytes
+        self.note("release", lease.label, lease.owner, lease.nbytes)
         block, lease._block = lease._block, None
         if block is None:
             lease._storage.resize_(0)
