@@ -1,0 +1,70 @@
+"""Counts what a step does, below autograd: bytes that kernels copy, and the collectives in their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+# Kernels that move values without computing any. Those of torch's FSDP2 are custom operators.
+COPIES = {
+    "aten": {
+        "_chunk_cat",
+        "_foreach_copy",
+        "_foreach_copy_",
+        "_to_copy",
+        "cat",
+        "clone",
+        "contiguous",
+        "copy",
+        "copy_",
+        "split_with_sizes_copy",
+        "stack",
+    },
+    "fsdp": {"all_gather_copy_in", "chunk_cat", "split_with_sizes_copy"},
+}
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+class Counted(TorchDispatchMode):
+    """``copied[name]``: bytes written by copies. ``collectives``: (name, bytes of the message) in order of issue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: Counter[str] = Counter()
+        self.collectives: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, name = func.namespace, func._schema.name.split("::")[1]
+        if namespace in ("c10d", "_c10d_functional"):
+            tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+            self.collectives.append((name, max(map(lambda t: _bytes([t]), tensors), default=0)))
+        result = func(*args, **kwargs)
+        if name in COPIES.get(namespace, ()):
+            self.copied[f"{namespace}.{name}"] += self._written(namespace, name, args, kwargs, result)
+        return result
+
+    @staticmethod
+    def _written(namespace: str, name: str, args: Any, kwargs: Any, result: Any) -> int:
+        if namespace == "fsdp":
+            # all_gather_copy_in(inputs, output, ...) -> (slot, output); the two others fill out=.
+            return _bytes(args[0]) if name == "all_gather_copy_in" else _bytes(tree_iter(kwargs["out"]))
+        if name.startswith("_foreach_copy"):
+            return _bytes(args[0])
+        return _bytes(tree_iter(kwargs["out"] if "out" in kwargs else result))
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(self.copied.values())
+
+    def gathers(self, ranks: int, buffers: int = 1) -> float:
+        """Gathers of parameter buffers: on gloo each is one broadcast per rank."""
+        return sum(name == "broadcast_" for name, _ in self.collectives) / ranks / buffers
