@@ -49,7 +49,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def table_of(results: dict[str, dict[str, float]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    table.add_column("run")
+    table.add_column("run", no_wrap=True)
     for heading in ("training\nloss", "validation\nloss", "tokens/s", "peak\nKiB", "parameters\nKiB", "states\nKiB"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
@@ -60,7 +60,10 @@ def table_of(results: dict[str, dict[str, float]]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    console, began = Console(highlight=False), time.monotonic()
+    console, began = (
+        Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 100),
+        time.monotonic(),
+    )
     folder = free_folder(Path("runs"))
     folders, results = {}, {}
     for name, (short, options) in RUNS.items():

@@ -46,6 +46,8 @@ class PeakMemory:
 
     def step_begins(self) -> None:
         self.steps += 1
+        if self.device.type == "cuda" and self.steps == 1:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.began = time.time_ns()
 
     def step_ends(self) -> None:

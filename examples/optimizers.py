@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ragged_optim
-from ragged_optim import policies
+from ragged_optim import Block, ParamPolicy, policies
 
 BETAS = (0.9, 0.95)
 # What --optimizer takes, and a learning rate (of the hidden matrices) that suits the small models here.
@@ -23,7 +23,10 @@ LEARNING_RATES = {
 
 def policy(args: argparse.Namespace) -> Any:
     """Who updates which parameter, and what no rank boundary may cut; for `fully_shard` and for the optimizer."""
-    return policies.muon() if args.optimizer == "muon" else None
+    block = Block.rows(args.block)
+    if args.optimizer == "muon":
+        return policies.muon(block=block)  # hidden matrices; the rest to AdamW, cut anywhere
+    return lambda name, parameter: ParamPolicy(block=block if parameter.ndim > 1 else None)
 
 
 def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
@@ -42,4 +45,4 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
             orig_param_policy=policy(args),
         )
     kind = {"adamw": ragged_optim.AdamW, "adam": ragged_optim.Adam}[args.optimizer]
-    return kind(named, args.lr, BETAS, weight_decay=args.weight_decay)
+    return kind(named, args.lr, BETAS, weight_decay=args.weight_decay, orig_param_policy=policy(args))

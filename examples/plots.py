@@ -13,7 +13,6 @@ from matplotlib.patches import Patch, Rectangle
 from ragged_shard.planner import BufferPlan
 
 COLOURS = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#e15759", "#bab0ac"]
-DASHES = ["-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2))]
 
 
 def read_metrics(folder: Path, key: str) -> dict[int, float]:
@@ -32,30 +31,28 @@ def smooth(values: list[float], weight: float = 0.8) -> list[float]:
 
 
 def losses(runs: Mapping[str, Path], path: Path, title: str = "") -> None:
-    """Training loss (smoothed; faint: every step, of a single run) and validation loss (markers) of each run."""
+    """Training loss (running mean) and validation loss (markers) of each run. Runs come in pairs that may coincide: the
+    first of a pair is drawn wide and pale, the second thin on top of it.
+    """
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    highest = 0.0
     for i, (name, folder) in enumerate(runs.items()):
-        colour, train, valid = (
-            COLOURS[i % len(COLOURS)],
-            read_metrics(folder, "train_loss"),
-            read_metrics(folder, "valid_loss"),
-        )
+        train, valid = read_metrics(folder, "train_loss"), read_metrics(folder, "valid_loss")
+        steps, curve, colour = [step + 1 for step in train], smooth(list(train.values())), COLOURS[i // 2]
+        wide = len(runs) > 1 and i % 2 == 0
         if len(runs) == 1:
-            axes.plot([step + 1 for step in train], list(train.values()), color=colour, alpha=0.25, linewidth=0.8)
-        curve = smooth(list(train.values()))
-        highest = max(highest, *curve[min(len(curve) - 1, len(curve) // 50) :][:1])
-        last = f", validation {list(valid.values())[-1]:.3f}" if valid else ""
-        axes.plot(
-            [step + 1 for step in train], curve, color=colour, linestyle=DASHES[i % 4], linewidth=1.8, label=name + last
-        )
-        axes.plot([step + 1 for step in valid], list(valid.values()), "osD^"[i % 4], color=colour, markersize=6 - i % 4)
+            axes.plot(steps, list(train.values()), color=colour, alpha=0.3, linewidth=0.8)
+        label = name + (f", validation {list(valid.values())[-1]:.3f}" if valid else "")
+        style = {"linewidth": 5, "alpha": 0.4} if wide else {"linewidth": 1.3}
+        axes.plot(steps, curve, color=colour, label=label, **style)
+        marker = {"markersize": 11, "alpha": 0.4} if wide else {"markersize": 5}
+        axes.plot([step + 1 for step in valid], list(valid.values()), "o", color=colour, **marker)
+        if i == 0:  # the first steps, which fall steeply, would squeeze all others
+            axes.set_ylim(top=1.05 * max(curve[len(curve) // 25 :]))
     axes.set(xlabel="step", ylabel="loss, nats per byte", title=title)
-    axes.set_ylim(top=highest * 1.02)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, title="lines: training (running mean), markers: validation", alignment="left")
+    axes.legend(frameon=False, title="lines: training (running mean), dots: validation", alignment="left")
     figure.savefig(path, dpi=130)
 
 
@@ -83,13 +80,20 @@ def layout(plan: BufferPlan, shapes: Mapping[str, Sequence[int]], path: Path, ti
             if start >= stop:
                 continue
             axes.add_patch(Rectangle((start - low, rank + 0.1), stop - start, 0.8, facecolor=colour, linewidth=0))
-            if block * 700 > plan.shard:  # else the lines would hide the colour
+            if block * 250 > plan.shard:  # else the lines would hide the colour
                 lines = range(start + -(start - first) % block, stop, block)
                 axes.vlines(
                     [x - low for x in lines if x > start], rank + 0.1, rank + 0.9, colors="white", linewidth=0.6
                 )
             if stop - start > plan.shard / 10:
-                axes.text((start + stop) / 2 - low, rank + 0.5, name, ha="center", va="center", fontsize=9)
+                axes.text(
+                    (start + stop) / 2 - low,
+                    rank + 0.5,
+                    name.removesuffix(".weight"),
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                )
         size = "×".join(map(str, shapes[name]))
         patches.append(
             Patch(

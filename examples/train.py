@@ -57,16 +57,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--data", metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)")
     add("--optimizer", choices=optimizers.LEARNING_RATES, default="adamw", help="(default: %(default)s)")
     add("--lr", type=float, help="learning rate of the hidden matrices (default: depends on the optimizer)")
-    add(
-        "--aux-lr",
-        type=float,
-        default=6e-3,
-        help="of AdamW for the rest, with matrix optimizers (default: %(default)s)",
-    )
+    add("--aux-lr", type=float, default=6e-3, help="of AdamW for the rest, beside Muon (default: %(default)s)")
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest norm of the gradient (default: %(default)s; 0: any)")
     add("--ns-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of Muon's Newton-Schulz")
     add("--sharding", choices=SHARDINGS, default="fsdp", help="(default: %(default)s)")
+    add("--block", type=int, default=1, metavar="ROWS", help="of a matrix that --sharding fsdp keeps together")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in; parameters are float32")
     add("--world-size", type=int, help="processes to start (default: one per GPU, or 2 on the CPU)")
     add("--global-batch", type=int, default=16, help="samples per step, over all processes (default: %(default)s)")
@@ -88,9 +84,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.lr is None:
         args.lr = optimizers.LEARNING_RATES[args.optimizer]
     if args.world_size is None:
-        args.world_size = (
-            1 if args.sharding == "none" else max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-        )
+        args.world_size = torch.cuda.device_count() if torch.cuda.is_available() else 2
+        args.world_size = 1 if args.sharding == "none" else args.world_size
     args.world_size = int(os.environ.get("WORLD_SIZE", args.world_size))
     return args
 
@@ -98,6 +93,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> corpus.Corpus:
     """What can be wrong with the arguments, found before anything is started or written, from what all ranks see."""
     config, folder = model_config(args), Path(args.runs, args.name)
+    if args.block < 1:
+        raise UserError(f"--block {args.block}: rows to keep together; use 1 or more")
     if args.world_size < 1 or args.global_batch < args.world_size:
         raise UserError(
             f"--global-batch {args.global_batch} gives {args.world_size} processes less than a sample each; "
@@ -105,11 +102,9 @@ def check(args: argparse.Namespace) -> corpus.Corpus:
         )
     if args.sharding == "none" and args.world_size > 1:
         raise UserError(f"--sharding none is one process, not {args.world_size}; use --world-size 1, or ddp or fsdp")
-    if (
-        torch.cuda.is_available()
-        and int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) > torch.cuda.device_count()
-    ):
-        raise UserError(f"--world-size {args.world_size}, but there are {torch.cuda.device_count()} GPUs here")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    if torch.cuda.is_available() and here > torch.cuda.device_count():
+        raise UserError(f"{here} processes, but {torch.cuda.device_count()} GPUs here; use a smaller --world-size")
     text = corpus.load(args.data, config.context)
     if args.resume:
         checkpoint.check(folder, args.steps, text, config)
@@ -186,11 +181,8 @@ class Trainer:
         tokens_per_step = self.args.global_batch * self.config.context
         for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = lr * learning_rate(step, self.args.steps)
-        loss = self.forward(
-            *corpus.batch(
-                self.text.train, self.config.context, self.args.seed, step, self.share(self.args.global_batch)
-            )
-        )
+        samples = self.share(self.args.global_batch)
+        loss = self.forward(*corpus.batch(self.text.train, self.config.context, self.args.seed, step, samples))
         # The mean over ranks of gradients scaled like this is the global batch's mean, even when shares are uneven.
         (loss * (self.world_size / tokens_per_step)).backward()
         if self.args.clip:
@@ -231,9 +223,9 @@ class Trainer:
         args, rank0 = self.args, self.rank == 0
         if rank0:
             checkpoint.write_config(self.folder, vars(args) | {"resume": None}, self.config, self.text)
-            parameters = sum(p.numel() for p in self.model.parameters())
-            print(f"{self.text}\n{args.model}: {parameters:,} parameters, {args.optimizer}, {args.sharding} on "
-                  f"{self.world_size} x {self.device.type}; writes {self.folder}/", flush=True)  # fmt: skip
+            size, place = sum(p.numel() for p in self.model.parameters()), f"{self.world_size} x {self.device.type}"
+            said = f"{args.model}: {size:,} parameters, {args.optimizer}, {args.sharding} on {place}"
+            print(f"{self.text}\n{said}; writes {self.folder}/", flush=True)
         metrics = (self.folder / "metrics.jsonl").open("a") if rank0 else None
 
         def record(**entry: Any) -> None:
@@ -256,10 +248,10 @@ class Trainer:
                 tokens += args.global_batch * self.config.context
             record(step=step, train_loss=loss, lr=self.optimizer.param_groups[0]["lr"])
             done, last = step + 1, step + 1 == args.steps
+            stopped = stopped and not last
             speed = tokens / seconds if seconds else 0.0
-            bar.set_postfix_str(
-                f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {self.peak.bytes / 2**20:.1f} MiB", refresh=False
-            )
+            shown = f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {self.peak.bytes / 2**20:.1f} MiB"
+            bar.set_postfix_str(shown, refresh=False)
             bar.update()
             if last or stopped or done % args.save_every == 0:
                 checkpoint.save(self.folder, done, self.model, self.optimizer)
@@ -269,10 +261,9 @@ class Trainer:
                 valid = self.evaluate()
                 record(step=step, valid_loss=valid, tokens_per_s=speed, peak_bytes=self.peak.bytes)
                 if rank0:
-                    with tqdm.external_write_mode():
-                        print(
-                            f"step {done}: train {loss:.4f}, validation {valid:.4f}, {speed:,.0f} tokens/s", flush=True
-                        )
+                    with tqdm.external_write_mode():  # above the bar
+                        said = f"step {done}: train {loss:.4f}, validation {valid:.4f}, {speed:,.0f} tokens/s"
+                        print(said, flush=True)
         bar.close()
         if stopped:
             if rank0:
