@@ -60,10 +60,8 @@ def table_of(results: dict[str, dict[str, float]]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    console, began = (
-        Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 100),
-        time.monotonic(),
-    )
+    began, width = time.monotonic(), None if sys.stdout.isatty() else 100
+    console = Console(highlight=False, soft_wrap=True, width=width)
     folder = free_folder(Path("runs"))
     folders, results = {}, {}
     for name, (short, options) in RUNS.items():

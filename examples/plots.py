@@ -73,7 +73,7 @@ def layout(plan: BufferPlan, shapes: Mapping[str, Sequence[int]], path: Path, ti
             Rectangle((0, rank + 0.1), high - low, 0.8, fill=False, edgecolor="black", linewidth=1.2, zorder=3)
         )
     for i, ((name, first), numel, block) in enumerate(zip(plan.starts, plan.numels, plan.blocks, strict=True)):
-        colour = COLOURS[i % len(COLOURS)]
+        colour, short = COLOURS[i % len(COLOURS)], name.removesuffix(".weight")
         for rank in range(ranks):
             low, high = plan.chunk(rank)
             start, stop = max(low, first), min(high, first + numel)
@@ -86,14 +86,7 @@ def layout(plan: BufferPlan, shapes: Mapping[str, Sequence[int]], path: Path, ti
                     [x - low for x in lines if x > start], rank + 0.1, rank + 0.9, colors="white", linewidth=0.6
                 )
             if stop - start > plan.shard / 10:
-                axes.text(
-                    (start + stop) / 2 - low,
-                    rank + 0.5,
-                    name.removesuffix(".weight"),
-                    ha="center",
-                    va="center",
-                    fontsize=9,
-                )
+                axes.text((start + stop) / 2 - low, rank + 0.5, short, ha="center", va="center", fontsize=9)
         size = "×".join(map(str, shapes[name]))
         patches.append(
             Patch(
