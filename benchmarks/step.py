@@ -68,6 +68,8 @@ def measure(send: Callable[[Any], None], plan: Plan) -> None:
     """
     tell = send if dist.get_rank() == 0 else lambda _: None
     batch = _batch(plan)
+    # What a process allocates once (imports, the kernels' scratch memory) must not count as the first variant's.
+    variants.build("local", models.build(plan.model), batch, plan.options).step()
     trainings: dict[str, variants.Training] = {}
     local: counting.OperationCounter | None = None
     # local goes first: its copies are what is subtracted from the others'.
@@ -103,7 +105,7 @@ def _batch(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
 def _build_and_count(
     name: str, plan: Plan, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[variants.Training, counting.OperationCounter, dict[str, Any]]:
-    # Imports and first-use caches must not count as memory of the variant: it trains something tiny first.
+    # Nor must what the variant itself imports.
     tiny = dataclasses.replace(plan, model="tiny", length=8)
     variants.build(name, models.build("tiny"), _batch(tiny), plan.options).step()
     heap = Heap.here()
@@ -298,10 +300,12 @@ def _report(plan: Plan, args: argparse.Namespace, found: _Found, control: str | 
     for name in plan.variants:
         cpu = _ratio(found.rounds, name, base, "cpu")
         wall = _ratio(found.rounds, name, base, "wall")
+        against = {other: _ratio(found.rounds, name, other, "cpu") for other in plan.variants if found.rounds}
         figures[name] = {
             **found.counts[name],
             "cpu_ratio": cpu and cpu.to_json(),
             "wall_ratio": wall and wall.to_json(),
+            "cpu_ratio_to": {other: ratio.to_json() for other, ratio in against.items() if ratio},
         }
     report: dict[str, Any] = {
         "model": plan.model,
@@ -393,11 +397,25 @@ def _show(report: dict[str, Any]) -> None:
         buffers = str(figures["communication_buffers_allocated"])
         table.add_row(name, str(figures["collectives"]), *in_p, buffers, *held, *times)
     console.print(table)
+    if report["rounds"]:
+        console.print(_matrix(report["variants"]))
     for name, figures in report["variants"].items():
         operations = ", ".join(f"{times} {op}" for op, times in Counter(figures["operations"]).most_common())
         console.print(f"  {name}: {operations or 'no collective'}", highlight=False)
     for warning in report["warnings"]:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+
+def _matrix(figures: dict[str, dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="CPU seconds of the row's variant / the column's: median [95% interval]")
+    table.add_column("")
+    for name in figures:
+        table.add_column(name, justify="right")
+    for name, own in figures.items():
+        table.add_row(name, *(_ratio_text(own["cpu_ratio_to"][other]) if other != name else "" for other in figures))
+    return table
 
 
 def _ratio_text(ratio: dict[str, Any] | None) -> str:
