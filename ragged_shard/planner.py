@@ -752,8 +752,8 @@ def validate(plan: BucketPlan, specs: Sequence[TensorSpec], *, alignment_bytes: 
             if start < end or start + numel > ranks * buffer.shard:
                 raise ValueError(f"buffer {number}: {name!r} at {start} overlaps the tensor before it, or the end")
             end = start + numel
-            for cut in buffer.cuts:
-                if start < cut < start + numel and (cut - start) % block:
+            for cut in buffer.cuts[bisect_right(buffer.cuts, start) : bisect_left(buffer.cuts, end)]:
+                if (cut - start) % block:
                     raise ValueError(
                         f"buffer {number}: the cut at {cut} splits a block of {name!r} (at {start}, block {block})"
                     )
