@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ragged_optim.rule import StateSpec as StateSpec
     from ragged_optim.rules.adamw import Adam as Adam
     from ragged_optim.rules.adamw import AdamW as AdamW
+    from ragged_optim.rules.lion import Lion as Lion
     from ragged_optim.rules.muon import Muon as Muon
+    from ragged_optim.rules.sgd import SGD as SGD
     from ragged_shard.block import Block as Block
     from ragged_shard.policy import ParamPolicy as ParamPolicy
 
@@ -25,10 +27,12 @@ _HOMES = {
     "Block": "ragged_shard.block",
     "BlockwiseRule": "ragged_optim.rule",
     "ElementwiseRule": "ragged_optim.rule",
+    "Lion": "ragged_optim.rules.lion",
     "MatrixRule": "ragged_optim.rule",
     "Muon": "ragged_optim.rules.muon",
     "ParamPolicy": "ragged_shard.policy",
     "RaggedOptimizer": "ragged_optim.optimizer",
+    "SGD": "ragged_optim.rules.sgd",
     "StateSpec": "ragged_optim.rule",
     "explain": "ragged_optim.policies",
     "policies": "ragged_optim.policies",

@@ -26,6 +26,8 @@ __all__ = ["BlockwiseRule", "ElementwiseRule", "MatrixRule", "Rule", "StateSpec"
 Group = Mapping[str, Any]
 State = dict[str, Tensor]
 
+WEIGHT_DECAY_MODES = ("decoupled", "cautious")
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -67,6 +69,9 @@ class Rule(ABC):
                 )
             if not float(value) >= 0.0:
                 raise ValueError(f"{self.name}: {key} must be at least 0, got {value!r}")
+        mode = group.get("weight_decay_mode", "decoupled")
+        if mode not in WEIGHT_DECAY_MODES:
+            raise ValueError(f"{self.name}: weight_decay_mode must be one of {WEIGHT_DECAY_MODES}, got {mode!r}")
         betas = group.get("betas")
         if betas is not None and not (len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
             raise ValueError(f"{self.name}: betas must be two numbers in [0, 1), got {betas!r}")
@@ -155,3 +160,24 @@ class MatrixRule(Rule):
 def learning_rate(group: Group) -> float:
     """The group's lr as a number; schedulers may have made it a tensor."""
     return float(group["lr"])
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """``tensor`` in the dtype to compute in: itself for fp32 and fp64, an fp32 copy of anything narrower.
+
+    Narrow kernels round differently in their vector body and scalar tail, so a result would depend on where a tensor
+    is cut; computing in fp32 and rounding once does not.
+    """
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def decay(param: Tensor, step: Tensor, group: Group) -> None:
+    """Decoupled weight decay of ``param``, before ``step`` is subtracted.
+
+    ``"cautious"``: only where both pull alike.
+    """
+    amount = learning_rate(group) * float(group["weight_decay"])
+    if group["weight_decay_mode"] == "cautious":
+        param.addcmul_(param, (param * step > 0).to(param.dtype), value=-amount)
+    else:
+        param.mul_(1 - amount)

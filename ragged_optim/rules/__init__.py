@@ -14,7 +14,9 @@ __all__ = ["NAMES", "rule_of"]
 NAMES: dict[str, tuple[str, str]] = {
     "adam": ("ragged_optim.rules.adamw", "AdamRule"),
     "adamw": ("ragged_optim.rules.adamw", "AdamWRule"),
+    "lion": ("ragged_optim.rules.lion", "LionRule"),
     "muon": ("ragged_optim.rules.muon", "MuonRule"),
+    "sgd": ("ragged_optim.rules.sgd", "SGDRule"),
 }
 
 

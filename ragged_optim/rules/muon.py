@@ -22,13 +22,12 @@ from torch.optim.optimizer import ParamsT
 
 from ragged_optim import newton_schulz as ns
 from ragged_optim.optimizer import RaggedOptimizer
-from ragged_optim.rule import Group, MatrixRule, State, StateSpec, learning_rate
+from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 
 __all__ = ["Muon", "MuonRule", "adjusted"]
 
 ADJUST_LR = (None, "original", "match_rms_adamw", "spectral")
-WEIGHT_DECAY_MODES = ("decoupled", "cautious")
 
 
 class MuonRule(MatrixRule):
@@ -56,9 +55,8 @@ class MuonRule(MatrixRule):
     def check(self, group: Group) -> None:
         super().check(group)
         ns.schedule(group["ns_coefficients"], group["ns_steps"])
-        for key, allowed in (("adjust_lr_fn", ADJUST_LR), ("weight_decay_mode", WEIGHT_DECAY_MODES)):
-            if group[key] not in allowed:
-                raise ValueError(f"muon: {key} must be one of {', '.join(map(repr, allowed))}, got {group[key]!r}")
+        if group["adjust_lr_fn"] not in ADJUST_LR:
+            raise ValueError(f"muon: adjust_lr_fn must be one of {ADJUST_LR}, got {group['adjust_lr_fn']!r}")
         if group["ns_dtype"] not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             raise ValueError(f"muon: ns_dtype must be a floating dtype, got {group['ns_dtype']!r}")
 
@@ -83,16 +81,9 @@ class MuonRule(MatrixRule):
         return ns.newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], float(group["eps"]))
 
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
-        lr, decay = learning_rate(group), float(group["weight_decay"])
-        # A narrow parameter is stepped in fp32 and rounded once; its kernels would round differently wherever it is
-        # cut.
-        work = param if param.dtype in (torch.float32, torch.float64) else param.float()
-        if group["weight_decay_mode"] == "cautious":
-            # Decay only where it pulls the same way as the step.
-            work.addcmul_(work, (work * update > 0).to(work.dtype), value=-lr * decay)
-        else:
-            work.mul_(1 - lr * decay)
-        work.add_(update, alpha=-lr * adjusted(group["adjust_lr_fn"], shape))
+        work = wide(param)
+        decay(work, update, group)
+        work.add_(update, alpha=-learning_rate(group) * adjusted(group["adjust_lr_fn"], shape))
         if work is not param:
             param.copy_(work)
 
