@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -78,7 +79,8 @@ class State:
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, with_kwargs=True)
+            # always_call: a forward that raises must be known to have ended.
+            module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
             module.register_state_dict_pre_hook(self._show_sharded)
             module.register_load_state_dict_pre_hook(self._show_sharded)
 
@@ -142,7 +144,7 @@ class State:
             for state in self._states_below():
                 state._to_run.clear()
                 state._open.clear()
-        if not self._to_run:
+        if not self._to_run and not self._open:
             self._to_run.update(self.modules)
             schedule.before_forward(self.bucket, [s.bucket for s in self.forward_prefetch])
         elif not self.bucket.is_unsharded:
@@ -157,19 +159,27 @@ class State:
         if torch._C._current_graph_task_id() != -1:
             return self._cast_output(output)
         assert self.schedule is not None
+        if output is None and sys.exc_info()[0] is not None:
+            self.forward_failed()
+            return output
         call, inputs = self._open.pop()
         self._to_run.discard(module)
         output = self._cast_output(output)
         tensors = list(_differentiable(output)) if torch.is_grad_enabled() else []
-        if not self._to_run:
+        if not self._to_run and not self._open:
             self.bucket.reshard_after_forward = self._reshards()
-            self.schedule.after_forward(self.bucket, needs_backward=bool(tensors))
+            self.schedule.after_forward(self.bucket, self._needs_backward(bool(tensors)))
         for tensor in tensors:
             tensor.register_hook(functools.partial(self._entered, call, inputs))
-        if self.schedule.root is self:
+        if self.schedule.root is self and not self._open:
             self._finish_groups()
             self.schedule.leave_forward(self)
         return output
+
+    def forward_failed(self) -> None:
+        """A forward raised: the next one starts from a clean state."""
+        if self.schedule is not None:
+            self.schedule.failed = True
 
     def _reshards(self) -> bool:
         if self.reshard_after_forward is not None:
@@ -179,6 +189,10 @@ class State:
         assert self.schedule is not None
         return not (self.is_root or self.schedule.runs_last(self.bucket))
 
+    def _needs_backward(self, differentiable: bool) -> bool:
+        """Whether backward will gather this bucket: also if this rank used nothing of it, since others may have."""
+        return torch.is_grad_enabled() and (differentiable or self.bucket.trainable)
+
     def _finish_groups(self) -> None:
         """Modules of a list that this forward did not run: their bucket is done all the same."""
         for bucket_state in self._states_below():
@@ -186,7 +200,7 @@ class State:
                 bucket_state._to_run.clear()
                 assert self.schedule is not None
                 bucket_state.bucket.reshard_after_forward = bucket_state._reshards()
-                self.schedule.after_forward(bucket_state.bucket, needs_backward=torch.is_grad_enabled())
+                self.schedule.after_forward(bucket_state.bucket, bucket_state._needs_backward(False))
 
     def _states_below(self) -> list[State]:
         found: dict[int, State] = {}

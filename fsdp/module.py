@@ -214,7 +214,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = state.pre_forward(module, args, kwargs)
-        return state.post_forward(module, args, kwargs, original(*args, **kwargs))
+        try:
+            output = original(*args, **kwargs)
+        except Exception:
+            state.forward_failed()
+            raise
+        return state.post_forward(module, args, kwargs, output)
 
     setattr(module, method_name, method)
 

@@ -34,6 +34,8 @@ class Schedule:
         self.buckets: list[Bucket] = []
         # The state whose forward started this iteration, while that forward runs.
         self.root: object | None = None
+        # A forward raised since the last reset.
+        self.failed = False
         self._records_backward = False
         self._sequence: list[Bucket] = []
         self._last_sequence: list[Bucket] = []
@@ -52,7 +54,7 @@ class Schedule:
 
     def enter_forward(self, root: object) -> bool:
         """Called by every module before its forward; ``True`` for the one that starts an iteration."""
-        if self.root is root or self._callback_queued:
+        if self.failed or self._callback_queued:
             # The last forward or backward raised: nothing of it may be taken for this iteration's.
             self.reset()
         if self.root is not None:
@@ -201,7 +203,7 @@ class Schedule:
     def reset(self) -> None:
         """Back to the resting state after an exception; the failed iteration's gradients are lost."""
         self.root = None
-        self._callback_queued = False
+        self.failed = self._callback_queued = False
         for bucket in self.buckets:
             bucket.discard()
         for record in (self._sequence, self._backward_stack, self._reduce_order, self._in_flight):
