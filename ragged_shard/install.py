@@ -45,6 +45,8 @@ class Hook:
     make: Callable[[Any], Any]
     why: str
     static: bool = False
+    passes_on: bool = False
+    """The replacement hands every further argument to the stock function, so new ones do no harm."""
     code: bool = False
     """Replace the function's code, not the name, so that modules which imported it by value are served too."""
 
@@ -107,6 +109,17 @@ def _redistribute_backward(stock: Any) -> Any:
         return stock(grad_output, previous_spec, *rest, **options)
 
     return redistribute_backward
+
+
+def _nested_redistribute_forward(stock: Any) -> Any:
+    def forward(ctx: Any, grad_output: Any, *rest: Any) -> Any:
+        result = stock(ctx, grad_output, *rest)
+        if _ragged(grad_output._spec.placements) or _ragged(result._spec.placements):
+            # torch remembers the layout of its result here, and would leave a second derivative there.
+            ctx.current_spec = grad_output._spec
+        return result
+
+    return forward
 
 
 def _propagate_op_sharding_non_cached(stock: Any) -> Any:
@@ -259,7 +272,16 @@ HOOKS: tuple[Hook, ...] = (
         _TENSOR + "_redistribute:_redistribute_backward",
         ("grad_output", "previous_spec"),
         _redistribute_backward,
-        "the gradient of Partial -> ragged would be asked for as Partial",
+        passes_on=True,
+        why="the gradient of Partial -> ragged would be asked for as Partial",
+    ),
+    Hook(
+        _TENSOR + "_redistribute:NestedRedistribute.forward",
+        ("ctx", "grad_output"),
+        _nested_redistribute_forward,
+        "a second derivative would stay in the layout of the first",
+        static=True,
+        passes_on=True,
     ),
     Hook(
         _PROPAGATOR + "propagate_op_sharding_non_cached",
@@ -322,7 +344,8 @@ HOOKS: tuple[Hook, ...] = (
         "torch.distributed._state_dict_utils:_distribute_tensors",
         ("local_state_dict", "keys", "device"),
         _distribute_tensors,
-        "set_model_state_dict(full_state_dict=True) would slice a shard that is several boxes",
+        passes_on=True,
+        why="set_model_state_dict(full_state_dict=True) would slice a shard that is several boxes",
     ),
 )
 
@@ -354,9 +377,9 @@ def probe(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
             for p in parameters[len(hook.arguments) :]
             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
-        allowed = {"_redistribute_backward": {"out_dtype", "op_dtype"}, "_distribute_tensors": {"pg"}}
-        if surprising := set(required) - allowed.get(hook.name, set()):
-            wrong.append(f"{hook.path} requires new arguments {sorted(surprising)}")
+        # Those that are passed on as they come.
+        if not hook.passes_on and (surprising := required):
+            wrong.append(f"{hook.path} requires new arguments {surprising}")
     wrong += _probe_shared() + _probe_types()
     return wrong
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._ops import OpOverload
@@ -133,9 +135,26 @@ def propagate(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding
     rule = _RULES.get(op)
     if rule is not None:
         return rule(schema, propagator)
-    if torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags:
+    if is_pointwise(op):
         return _elementwise(schema, propagator)
     _not_supported(op, specs)
+
+
+@cache
+def is_pointwise(op: OpOverload) -> bool:
+    """Tagged so, or the in-place or out= form of an operator that is: torch tags only some of those."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    packet, overload = op._overloadpacket, op._overloadname
+    name = packet._qualified_op_name.partition("::")[2]
+    forms = [(packet, overload)]
+    if name.endswith("_") and not name.startswith("_") and hasattr(aten, name[:-1]):
+        forms.append((getattr(aten, name[:-1]), overload))
+    if overload == "out":
+        forms += [(packet, form) for form in ("default", "Tensor", "self", "other")]
+    elif overload.endswith("_out"):
+        forms.append((packet, overload[:-4]))
+    return any(torch.Tag.pointwise in getattr(found, form).tags for found, form in forms if form in found.overloads())
 
 
 def _meta(propagator: Any, schema: OpSchema) -> Any:
@@ -369,6 +388,24 @@ def _equal(schema: OpSchema, propagator: Any) -> OutputSharding:
     return _answer(schema, None, args)
 
 
+def _allclose(schema: OpSchema, propagator: Any) -> OutputSharding:
+    args, placements = _align(schema.op, schema.args_schema, schema.kwargs_schema, None)
+    mesh = specs_of(schema.args_schema)[0].mesh
+
+    def run(func: Any, args: Any, kwargs: Any) -> bool:
+        close = torch.tensor(bool(func(*args, **kwargs)), dtype=torch.int32, device=args[0].device)
+        for mesh_dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(close, dist.ReduceOp.MIN, group=mesh.get_group(mesh_dim))
+        return bool(close)
+
+    first = cast(DTensorSpec, args[0])
+    before = cast(DTensorSpec, schema.args_schema[0])
+    if first is not before:
+        refuse(schema.op, specs_of(args), "its first operand is not the ragged one; exchange the two")
+    return _answer(schema, None, [rewritten(first, lambda local: Intercepted(local, run)), *args[1:]])
+
+
 # ---- lists ----
 
 
@@ -419,11 +456,12 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
                 new[i], changed = replaced[i], True
     if others:
         rest = [[a[j] for j in others] if i in listed else a for i, a in enumerate(args)]
-        sub = OpSchema(op, tuple(rest), kwargs, schema_info=schema.schema_info)
-        sharding = stock(sub)
-        listed_specs: Any = sharding.output_spec
-        if listed_specs is not None:
-            for j, spec in zip(others, listed_specs, strict=True):
+        sharding = _stock_list(stock, OpSchema(op, tuple(rest), kwargs, schema_info=schema.schema_info))
+        if metas is not None:
+            found: Any = sharding.output_spec or [
+                _output(metas[j], args[0][j].mesh, args[0][j].placements) for j in others
+            ]
+            for j, spec in zip(others, found, strict=True):
                 results[j] = spec
         if sharding.needs_redistribute and sharding.redistribute_schema is not None:
             for i in listed:
@@ -438,6 +476,20 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
         return OutputSharding(output)
     suggested = OpSchema(op, tuple(new), kwargs, schema_info=schema.schema_info)
     return OutputSharding(output, suggested, needs_redistribute=True)
+
+
+def _stock_list(stock: Stock, schema: OpSchema) -> OutputSharding:
+    """The stock rule; where torch has none (``_foreach_copy_``, ``_fused_sgd_``), rows of one layout need none."""
+    try:
+        return stock(schema)
+    except NotImplementedError:
+        columns = [specs_of(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple))]
+        for row in zip(*(column for column in columns if column), strict=False):
+            if len({spec.placements for spec in row if spec.ndim}) > 1 or any(
+                p.is_partial() for p in row[0].placements
+            ):
+                raise
+        return OutputSharding(None)
 
 
 # ---- reductions ----
@@ -549,6 +601,12 @@ def _across(
 ) -> OutputSharding:
     """Over every unit: each rank reduces what it has, the result is Partial on the mesh dims that were reduced."""
     everything = len(dims) == spec.ndim
+    if kind == "indexed":
+        refuse(
+            op,
+            [spec],
+            "the index of an extreme value needs the values of other ranks; without indices, use amax or amin",
+        )
     if kind == _VARIANCE:
         return _variance(schema, spec, meta, dims, prefix, keep)
     partial, fill = _combine_rule(op, schema, spec, kind)
@@ -616,10 +674,10 @@ def _inside(
     op: OpOverload, schema: OpSchema, spec: DTensorSpec, meta: Any, kind: str, dims: list[int], prefix: int, keep: bool
 ) -> OutputSharding:
     """Inside units: no value leaves its rank, and the result is ragged like the operand."""
-    if kind == _VARIANCE:
+    if kind in (_VARIANCE, "indexed"):
         partial: Placement = Partial("sum")
         if any(isinstance(p, Shard) and p.dim in dims for p in spec.placements):
-            refuse(op, [spec], "the variance of a dim that is cut needs the values of other ranks")
+            refuse(op, [spec], f"dim {dims[0]} is cut on another mesh dim, so it needs the values of other ranks")
     else:
         partial, _ = _combine_rule(op, schema, spec, kind)
     placements: list[Placement] = []
@@ -638,6 +696,10 @@ def _inside(
     args: list[Any] = list(schema.args_schema)
     args[index] = local[0] if isinstance(args[index], int) else local
     return _answer(schema, _output(meta, spec.mesh, tuple(placements)), args, values=True)
+
+
+# The name of the functional all-gather of one tensor, which 2.13 changed.
+_gather_rows: Callable[..., Tensor] = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 
 
 def _variance(
@@ -660,7 +722,7 @@ def _variance(
         mean = wide.mean() if local.numel() else wide.new_zeros(())
         moments = torch.stack([wide.new_tensor(float(local.numel())), mean, (wide - mean).square().sum()])
         for mesh_dim in cut:
-            rows = funcol.all_gather_tensor(moments[None], 0, (spec.mesh, mesh_dim))
+            rows = _gather_rows(moments[None], 0, (spec.mesh, mesh_dim))
             if isinstance(rows, funcol.AsyncCollectiveTensor):
                 rows = rows.wait()
             counts, means, squares = rows.unbind(1)
@@ -717,6 +779,14 @@ def _view(schema: OpSchema, propagator: Any) -> OutputSharding:
     return _answer(schema, _output(meta, spec.mesh, tuple(placements)), [spec, [local[0], *shape[k:]]], values=True)
 
 
+def _bits(schema: OpSchema, propagator: Any) -> OutputSharding:
+    """``view(dtype)`` of the same width; another width changes how many elements lie in a unit."""
+    spec, dtype = cast(DTensorSpec, schema.args_schema[0]), cast(torch.dtype, schema.args_schema[1])
+    if dtype.itemsize != cast(TensorMeta, spec.tensor_meta).dtype.itemsize:
+        refuse(schema.op, [spec], f"its elements are not of the width of {dtype}")
+    return OutputSharding(_output(_meta(propagator, schema), spec.mesh, spec.placements))
+
+
 def _item(schema: OpSchema, propagator: Any) -> OutputSharding:
     refuse(schema.op, specs_of(schema.args_schema), "the value lies on one rank")
 
@@ -766,6 +836,7 @@ _register(
 )
 _register("elementwise", _copy, "copy_.default")
 _register("elementwise", _equal, "equal.default")
+_register("elementwise", _allclose, "allclose.default")
 _register("shape", _like, "zeros_like.default", "ones_like.default", "empty_like.default", "full_like.default")
 _register(
     "shape",
@@ -777,11 +848,13 @@ _register(
     "new_empty_strided.default",
 )
 _register("shape", _view, "view.default", "_unsafe_view.default", "reshape.default")
+_register("shape", _bits, "view.dtype")
 _register("refused", _item, "_local_scalar_dense.default")
 _register("reduction", _reduction(_SUM), "sum.default", "sum.dim_IntList", "nansum.default")
 _register("reduction", _reduction(_MEAN), "mean.default", "mean.dim")
 _register("reduction", _reduction("max"), "max.default", "amax.default")
 _register("reduction", _reduction("min"), "min.default", "amin.default")
+_register("reduction", _reduction("indexed"), "max.dim", "min.dim")
 _register("reduction", _reduction("product"), "prod.default", "prod.dim_int")
 _register("reduction", _reduction("any"), "any.default", "any.dim", "any.dims")
 _register("reduction", _reduction("all"), "all.default", "all.dim", "all.dims")
@@ -798,6 +871,6 @@ _LIST_OPS = {
 def register_schemas(propagator: Any) -> None:
     """Make DTensor's cache key hold the non-tensor arguments that our rules look at, where no stock rule asks for
     it."""
-    for op in (*TABLE["reduction"], *TABLE["shape"], aten.view.dtype):
+    for op in (*TABLE["reduction"], *TABLE["shape"]):
         if op not in propagator.op_to_schema_info and op not in propagator.op_to_schema_info_for_single_dim_strategy:
             propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, ["keepdim", "dtype"])
