@@ -356,8 +356,8 @@ class GroupSize:
         total = 0.0
         for unit, plan in zip(self.units, self.plans, strict=True):
             matrices = sum(math.prod(shape) for _, shape in unit.params if len(shape) > 1)
-            mean = (matrices * matrix + (unit.numel - matrices) * other) / unit.numel
-            total += unit.count * plan.shard * mean
+            unpadded = matrices * matrix + (unit.numel - matrices) * other
+            total += unit.count * plan.shard * unpadded / unit.numel
         return total
 
     @property
