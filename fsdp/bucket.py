@@ -202,9 +202,10 @@ class Bucket:
             number = next(_issued)
             agree(self.mesh, "RAGGED_DEBUG", lambda: f"collective {number}: {collective} of {self.name!r}")
 
-    def _note(self, action: str) -> None:
+    def _note(self, action: str, label: str = "") -> None:
+        """What the schedule did, on the pool's timeline: ``fsdp.simulate`` replays these on other numbers of ranks."""
         if self.pool is not None:
-            self.pool.note(action, "", self.name, 0)
+            self.pool.note(action, label, self.name, 0)
 
     # -- parameters --
 
@@ -219,6 +220,7 @@ class Bucket:
                 f"module.to_empty(device=...) and initialise them before the first forward"
             )
         self._announce("all_gather")
+        self._note("unshard")
         with (
             self.streams.on(self.streams.gather),
             # Buffers and views outlive an evaluation under inference_mode and are trained on afterwards.
@@ -260,6 +262,7 @@ class Bucket:
         """Finish gathering and register the unsharded parameters on their modules."""
         if self.is_unsharded:
             return
+        self._note("wait_gather")
         for gather in self._gathers:
             gather.wait()
         self._note("gathered")
@@ -286,6 +289,7 @@ class Bucket:
             self._release_unsharded()
 
     def _release_unsharded(self) -> None:
+        self._note("reshard")
         for parameter in self.parameters:
             for module, attribute in parameter.places:
                 module._parameters[attribute] = parameter.sharded
@@ -344,17 +348,19 @@ class Bucket:
         if isinstance(gradient, DTensor):
             assert isinstance(full, DTensor)
             gradient = gradient.redistribute(placements=full.placements).to_local()
-        view = self._open_gradients(buffer).views[index]
+        view = self._open_gradients(buffer, index).views[index]
         if state.written:
             view.add_(gradient)
         elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
         state.written = state.used = True
 
-    def _open_gradients(self, buffer: FlatBuffer) -> DBuffer:
+    def _open_gradients(self, buffer: FlatBuffer, index: int) -> DBuffer:
         assert self.pool is not None
         full_grads, _ = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
-        if full_grads.acquire():
+        if not full_grads.held:
+            self._note("gradient", buffer.parameters[index].name)
+            full_grads.acquire()
             full_grads.zero_gaps_()
         return full_grads
 
@@ -363,7 +369,7 @@ class Bucket:
         self.enter_backward()
         if self.captured or buffer.parameters[index].written:
             return None
-        return self._open_gradients(buffer).views[index]
+        return self._open_gradients(buffer, index).views[index]
 
     def enter_backward(self) -> int:
         """The current graph task. At its first touch: how many gradients it will bring, and what earlier ones left."""
@@ -415,6 +421,7 @@ class Bucket:
         streams = self.streams
         divide_by = float(self.ranks) if self.divide_factor is None else self.divide_factor
         self._announce("reduce_scatter")
+        self._note("reduce")
         streams.after_compute(streams.reduce)
         with (
             streams.on(streams.reduce),
@@ -424,7 +431,7 @@ class Bucket:
             for buffer in self.buffers:
                 if not buffer.trainable:
                     continue
-                full_grads, grads = self._open_gradients(buffer), buffer.grads
+                full_grads, grads = self._open_gradients(buffer, 0), buffer.grads
                 assert grads is not None
                 for index, parameter in enumerate(buffer.parameters):
                     if not parameter.written:
@@ -464,6 +471,7 @@ class Bucket:
         reductions, self._reductions = self._reductions, []
         if not reductions:
             return
+        self._note("wait_reduce")
         assert self.streams is not None
         with self.streams.on(self.streams.reduce), torch.no_grad():
             for buffer, pending in reductions:

@@ -155,7 +155,7 @@ class Pool:
             lease._storage.resize_(0)
             return
         _swap(lease._storage, block.storage)
-        if self.device.type != "cpu":
+        if self.device.type not in ("cpu", "meta"):
             block.event = torch.accelerator.current_stream(self.device).record_event(block.event)
         self._free[lease.nbytes].append(block)
 
