@@ -421,8 +421,6 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
     """Index by index: those without a RaggedShard take the stock rule, so one list may mix layouts."""
     op = schema.op
     args: list[Any] = list(schema.args_schema)
-    if schema.op._overloadpacket not in _LIST_OPS:
-        _not_supported(op, specs_of(args))
     count = len(cast(Sequence[Any], args[0]))
     listed = [
         i
@@ -447,6 +445,8 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
             # The steps of fused optimizers are 0-dim and may be on any placements that replicate them.
             replaced, placements = _align(op, row, {}, tuple(cast(DTensorSpec, row[0]).shape))
             if metas is not None:
+                if metas[j].shape != row[0].shape:
+                    _not_supported(op, specs_of(row))
                 results[j] = _output(metas[j], cast(DTensorSpec, row[0]).mesh, placements)
         for i in listed:
             if replaced[i] is not row[i]:
@@ -860,12 +860,6 @@ _register("reduction", _reduction("any"), "any.default", "any.dim", "any.dims")
 _register("reduction", _reduction("all"), "all.default", "all.dim", "all.dims")
 _register("reduction", _reduction(_NORM), "linalg_vector_norm.default", "norm.Scalar", "norm.ScalarOpt_dim")
 _register("reduction", _reduction(_VARIANCE), "var.correction", "std.correction", "var_mean.correction")
-
-_LIST_OPS = {
-    getattr(aten, name)
-    for name in dir(aten)
-    if name.startswith(("_foreach_", "_fused_sgd", "_fused_adam", "_fused_adagrad", "_amp_foreach_"))
-}
 
 
 def register_schemas(propagator: Any) -> None:
