@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ragged_optim.rule import StateSpec as StateSpec
     from ragged_optim.rules.adamw import Adam as Adam
     from ragged_optim.rules.adamw import AdamW as AdamW
+    from ragged_optim.rules.adamw8bit import Adam8bit as Adam8bit
+    from ragged_optim.rules.adamw8bit import AdamW8bit as AdamW8bit
     from ragged_optim.rules.lion import Lion as Lion
     from ragged_optim.rules.muon import Muon as Muon
     from ragged_optim.rules.sgd import SGD as SGD
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Adam": "ragged_optim.rules.adamw",
+    "Adam8bit": "ragged_optim.rules.adamw8bit",
+    "AdamW8bit": "ragged_optim.rules.adamw8bit",
     "AdamW": "ragged_optim.rules.adamw",
     "Block": "ragged_shard.block",
     "BlockwiseRule": "ragged_optim.rule",

@@ -25,11 +25,12 @@ __all__ = ["Extent", "Fragment", "Layout", "Matrix", "Piece", "as_matrices", "fr
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, stop) of the flattened global tensor of ``shape``."""
+    """Elements [start, stop) of the flattened global tensor of ``shape``; ``name``: the parameter's."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, cast, overload
 
 import torch
@@ -405,15 +406,17 @@ class RaggedOptimizer(Optimizer):
     def _step_blockwise(
         self, rule: BlockwiseRule, group: dict[str, Any], grads: Mapping[Tensor, Tensor | None]
     ) -> None:
-        for param in group["params"]:
-            grad = grads[param]
+        names = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            grad, name = grads[param], names[i] if names else f"number {i} of its group"
             if grad is None:
                 continue
-            layout = self.layout(param, "")
+            layout = self.layout(param, name)
             extent = layout.extent(layout.rank)
             assert extent is not None, "checked when the group was made"
             state = {key: local(value) for key, value in self.state[param].items()}
-            rule.update(local(param), grad.neg() if group.get("maximize") else grad, state, group, extent)
+            here = grad.neg() if group.get("maximize") else grad
+            rule.update(local(param), here, state, group, replace(extent, name=name))
 
     def _plan_exchanges(self) -> list[Exchange]:
         if self._exchanges is None:

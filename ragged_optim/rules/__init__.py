@@ -14,6 +14,8 @@ __all__ = ["NAMES", "rule_of"]
 NAMES: dict[str, tuple[str, str]] = {
     "adam": ("ragged_optim.rules.adamw", "AdamRule"),
     "adamw": ("ragged_optim.rules.adamw", "AdamWRule"),
+    "adam8bit": ("ragged_optim.rules.adamw8bit", "Adam8bitRule"),
+    "adamw8bit": ("ragged_optim.rules.adamw8bit", "AdamW8bitRule"),
     "lion": ("ragged_optim.rules.lion", "LionRule"),
     "muon": ("ragged_optim.rules.muon", "MuonRule"),
     "sgd": ("ragged_optim.rules.sgd", "SGDRule"),

@@ -1,0 +1,6 @@
+"""``python -m ragged_optim.kernels``: build the kernels ahead of their first use."""
+
+from ragged_optim.kernels import build
+
+for name in ("adamw8bit",):
+    print(f"{name}: {build(name) or 'not built (no C++ compiler); the eager code will be used'}")

@@ -1,0 +1,202 @@
+"""Two 8-bit formats for optimizer states in tiles with a power-of-two scale each: offset mini-floats.
+
+    v >= 0   5 exponent + 3 mantissa bits      32 binades below the tile's largest value, then 0
+    m        sign + 4 exponent + 3 mantissa    16 binades, then 0
+
+The trick is one addition. With y = x / scale + 2^-31, the bits of the float y, shifted right by 20, are a mini-float
+whose smallest value is exactly zero (2^-31 itself), without subnormals, tables or roots::
+
+    float32  s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm          low 8 bits of  bits >> 20  =  eeeee mmm
+                   ^^^^ ^^^^
+
+Within a binade codes are linear in the bits, so a uniform 20-bit number added before the shift is stochastic rounding,
+unbiased in v itself. v needs it: with beta2 = .999 a step changes v by far less than half a code, and rounding to
+nearest would freeze it. Scales are powers of two, so scaling is exact and the grid stays when a scale moves. The
+random number is a hash of (seed, salt, step, global row) and (global column): it does not depend on who computes it.
+
+Every operation here is exact or a single IEEE rounding, so eager, compiled and C++ agree in every code and scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragged_optim.layout import Extent
+from ragged_shard.block import Block
+
+__all__ = [
+    "Segment",
+    "Tiling",
+    "decode_m",
+    "decode_v",
+    "encode_m",
+    "encode_v",
+    "keys",
+    "noise",
+    "scale_exponents",
+    "tiling",
+]
+
+OFFSET = 2.0**-31
+OFFSET_BITS = (127 - 31) << 23
+# Where rounding up cannot carry past the top code (1.875 would).
+LARGEST = 1.86
+V_SHIFT, M_SHIFT = 0, 16  # m uses the lowest 16 of v's 32 binades
+SMALLEST_EXPONENT, LARGEST_EXPONENT = 127 - 60, 127 + 60
+# The largest v that has a code; a gradient beyond its root is as good as infinite.
+LARGEST_V = LARGEST * 2.0**60
+_MASK = 0xFFFFFFFF
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``rows`` rows of ``cols`` elements from element ``start`` of the local flat tensor: whole bands of tiles.
+
+    ``row``: global number of the first row; ``band``: local number of the first band (row of scales).
+    """
+
+    start: int
+    rows: int
+    cols: int
+    row: int
+    band: int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a parameter of global ``shape`` is cut into tiles of ``height`` x ``width``.
+
+    ``slices`` matrices of ``rows`` x ``cols``, tiles restart with each. A vector is rows of ``width`` elements, one
+    tile each. ``block``: what must stay on one rank; ``scales``: global shape of the scales.
+    """
+
+    shape: tuple[int, ...]
+    slices: int
+    rows: int
+    cols: int
+    height: int
+    width: int
+    block: Block
+    scales: tuple[int, ...]
+
+    @property
+    def tiles_across(self) -> int:
+        return -(-self.cols // self.width)
+
+    def segments(self, extent: Extent) -> Iterator[Segment]:
+        """The local elements as runs of whole bands, never across a slice that ends with a short band."""
+        if extent.stop == extent.start:
+            return
+        if len(self.shape) < 2:
+            first, stop = extent.start // self.cols, extent.stop // self.cols
+            if stop > first:
+                yield Segment(0, stop - first, self.cols, first, 0)
+            rest = extent.stop - stop * self.cols
+            if rest:
+                yield Segment((stop - first) * self.cols, 1, rest, stop, stop - first)
+            return
+        row, end, first = extent.start // self.cols, extent.stop // self.cols, extent.start
+        band = 0
+        while row < end:
+            # Slices of whole bands follow each other like one tall matrix.
+            last = end if self.rows % self.height == 0 else min(end, (row // self.rows + 1) * self.rows)
+            yield Segment(row * self.cols - first, last - row, self.cols, row, band)
+            band += -(-(last - row) // self.height)
+            row = last
+
+
+@functools.lru_cache(maxsize=4096)
+def tiling(shape: tuple[int, ...], height: int, width: int) -> Tiling:
+    """The tiles of a parameter. A stack whose matrices are no whole number of bands is kept together by slices."""
+    if len(shape) < 2:
+        numel, run = math.prod(shape), height * width
+        rows = -(-numel // run)
+        return Tiling(shape, 1, rows, run, 1, run, Block.elements(run), (rows, 1))
+    slices, rows, cols = math.prod(shape[:-2]), shape[-2], shape[-1]
+    height = max(1, min(height, rows))
+    bands, across = -(-rows // height), -(-cols // width)
+    if slices > 1 and rows % height:
+        return Tiling(shape, slices, rows, cols, height, width, Block.rows(rows), (slices, bands, across))
+    return Tiling(shape, slices, rows, cols, height, width, Block.rows(height), (slices * bands, across))
+
+
+# ---- random bits ----------------------------------------------------------------------------------------------------
+
+
+def _mix_int(x: int) -> int:
+    x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
+    x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
+    return x ^ x >> 16
+
+
+def keys(count: int, first: int, seeds: Sequence[int], device: torch.device) -> Tensor:
+    """int32 of ``count`` hashes of (seeds, first), (seeds, first + 1), ...: murmur3's finaliser of a counter."""
+    seed = 0
+    for value in seeds:
+        seed = _mix_int((seed + 0x9E3779B9 + value) & _MASK)
+    # int64 so that products keep their low 32 bits.
+    x = torch.arange(first + seed, first + seed + count, dtype=torch.int64, device=device).bitwise_and_(_MASK)
+    x = (x ^ (x >> 16)).mul_(0x85EBCA6B).bitwise_and_(_MASK)
+    x = (x ^ (x >> 13)).mul_(0xC2B2AE35).bitwise_and_(_MASK)
+    return (x ^ (x >> 16)).to(torch.int32)
+
+
+def noise(row_keys: Tensor, col_keys: Tensor, out: Tensor) -> Tensor:
+    """Uniform 20-bit integers (rows, cols) in the int32 ``out``."""
+    torch.bitwise_xor(row_keys[:, None], col_keys[None, :], out=out)
+    return out.mul_(0x2C1B3C6D).bitwise_and_(0xFFFFF)
+
+
+# ---- codes ----------------------------------------------------------------------------------------------------------
+
+
+def scale_exponents(amax: Tensor, shift: int) -> Tensor:
+    """Biased exponent e (int32) of the smallest power of two 2^(e-127) with amax / 2^(e-127) <= 1.86 * 2^-shift."""
+    bits = (amax * (1.0 / LARGEST)).view(torch.int32)
+    return (((bits + 0x7FFFFF) >> 23) + shift).clamp_(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^(e-127) as fp32, of biased exponents in (0, 255)."""
+    return (exponents << 23).view(torch.float32)
+
+
+def decode_v(bits: Tensor) -> Tensor:
+    """In place: int32 codes 0..255 of v become fp32 values, still to be multiplied by the scale."""
+    bits.bitwise_left_shift_(20).add_(OFFSET_BITS)
+    return bits.view(torch.float32).sub_(OFFSET)
+
+
+def encode_v(value: Tensor, dither: Tensor) -> Tensor:
+    """In place: fp32 v / scale become int32 whose low 8 bits are the codes; ``dither``: 20-bit integers."""
+    bits = value.add_(OFFSET).view(torch.int32)
+    return bits.add_(dither).bitwise_right_shift_(20)
+
+
+@functools.cache
+def _m_values(device: torch.device) -> Tensor:
+    codes = torch.arange(128, dtype=torch.int32)
+    positive = decode_v(codes)
+    # Code 255 - c is minus code c.
+    return torch.cat([positive, -positive.flip(0)]).to(device)
+
+
+def decode_m(codes: Tensor, out: Tensor) -> Tensor:
+    """int32 codes 0..255 of m (1-D) to fp32 values in ``out`` (1-D), still to be multiplied by the scale."""
+    return torch.index_select(_m_values(codes.device), 0, codes, out=out)
+
+
+def encode_m(magnitude: Tensor, signed: Tensor) -> Tensor:
+    """In place: fp32 |m| / scale become int32 whose low 8 bits are the codes; ``signed``: m (destroyed)."""
+    bits = magnitude.add_(OFFSET).view(torch.int32)
+    sign = signed.view(torch.int32).bitwise_right_shift_(31)
+    return bits.add_(1 << 19).bitwise_right_shift_(20).bitwise_xor_(sign)
