@@ -74,6 +74,7 @@ def round_up(a: int, step: int) -> int:
     return -(-a // step) * step
 
 
+@lru_cache(maxsize=4096)
 def threshold(numel: int, block: int) -> int:
     """The least S with ``S + block * floor(S / block) >= numel``: room for one boundary inside, on a block end."""
     whole = max(1, ceil_div(numel + 1 - block, 2 * block))
@@ -134,9 +135,12 @@ def _targets(kinds: Sequence[Kind], world_size: int, alignment: int, *, prune: b
     base = _packing(kinds, world_size, alignment)
     floor = base[0]
     # only a tensor longer than the shard can force anything, and no shard is shorter than the floor
-    long = sorted([(-k.numel, k.block, k) for k in kinds if k.numel > floor and alignment % k.block])
+    long = [(-kind[0], kind[1], kind) for kind in kinds if kind[0] > floor and alignment % kind[1]]
+    if not long:
+        return [Target(round_up(floor, alignment), alignment, (), *base)]
+    long.sort()
     blocks = list(dict.fromkeys([block for _, block, _ in long]))[:MAX_FORCED_BLOCKS]
-    ranked = [(k, threshold(k.numel, k.block)) for _, block, k in long if block in blocks]
+    ranked = [(kind, threshold(kind[0], kind[1])) for _, block, kind in long if block in blocks]
     found = [_target(ranked, base, world_size, alignment, ())]
     least = found[0].shard
     # equal multiples are one case: the fewest blocks that explain it

@@ -110,10 +110,17 @@ class BufferPlan:
             end = start + numel
         if end > self.numel:
             raise ValueError(f"the tensors end at {end}, the buffer at {self.numel}")
-        if not self.is_padded:
+        padded, shard = self.is_padded, self.shard
+        if not padded:
             self._check_cuts()
         for (name, start), numel, block in zip(self.starts, self.numels, self.blocks, strict=True):
-            if block > 1 and (cut := self._cut_block(start, numel, block)) is not None:
+            if padded and shard:
+                # evenly spaced cuts: the first one inside, and whether the block divides their distance, say it all
+                inside = shard - start % shard
+                fine = inside >= numel or (inside % block == 0 and (inside + shard >= numel or shard % block == 0))
+            else:
+                fine = block == 1
+            if not fine and (cut := self._cut_block(start, numel, block)) is not None:
                 raise ValueError(f"tensor {name!r} at {start}: the cut at {cut} splits a block of {block} elements")
 
     def _check_cuts(self) -> None:
@@ -128,8 +135,6 @@ class BufferPlan:
     def _cut_block(self, start: int, numel: int, block: int) -> int | None:
         """The first cut strictly inside a block of this tensor, or None."""
         first, last = bisect_right(self.cuts, start), bisect_left(self.cuts, start + numel)
-        if self.is_padded and last - first > 2 and self.shard % block == 0:
-            last = first + 1  # evenly spaced by whole blocks: one is like all
         return next((cut for cut in self.cuts[first:last] if (cut - start) % block), None)
 
     @property
@@ -520,8 +525,8 @@ def split(
         best: tuple[int, list[tuple[Problem, Layout]]] = limit + 1, []
         drafts = []
         # a short search for many groupings, a long one for the most promising
-        for bound, groups in groupings(problem, world_size, blocks, count)[:SPLITS_DRAFTED]:
-            if bound > limit or bound >= best[0] - close or steps < 0:
+        for bound, groups in groupings(problem, world_size, blocks, count, limit)[:SPLITS_DRAFTED]:
+            if bound >= best[0] - close or steps < 0:
                 break
             draft = planned(groups, DRAFT_WORK_LIMIT)
             drafts.append((draft[0], bound, groups))
@@ -535,9 +540,10 @@ def split(
 
 
 def groupings(
-    problem: Problem, world_size: int, blocks: Sequence[int], count: int
+    problem: Problem, world_size: int, blocks: Sequence[int], count: int, limit: int
 ) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """(sum of lower bounds, blocks of each buffer) for every way to make ``count`` buffers, best first."""
+    """(sum of lower bounds, blocks of each buffer) for the ways to make ``count`` buffers with a sum of at most
+    ``limit``, best first."""
     bounds: dict[tuple[int, ...], int] = {}
     found = []
     for groups in partitions(tuple(blocks), count):
@@ -547,7 +553,10 @@ def groupings(
                 kinds = tuple([kind for kind in problem.kinds if kind.block in group])
                 bounds[group] = tightest(kinds, world_size, problem.alignment).shard
             bound += bounds[group]
-        found.append((bound, groups))
+            if bound > limit:
+                break
+        else:
+            found.append((bound, groups))
     return sorted(found)
 
 
