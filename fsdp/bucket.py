@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp.agree import agree
@@ -550,6 +550,25 @@ class Bucket:
                 parameter.full = parameter.place = parameter.edge = parameter.grad = None
                 parameter.sharded.grad = None
             self._hooked = False
+
+    def adopt_assigned(self) -> None:
+        """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered."""
+        assigned = False
+        for parameter in self.parameters:
+            for module, attribute in parameter.places:
+                other = module._parameters[attribute]
+                if other is None or other is parameter.sharded:
+                    continue
+                spec = parameter.sharded._spec  # type: ignore[attr-defined]
+                if isinstance(other, DTensor):
+                    value = other.redistribute(placements=spec.placements)
+                else:
+                    value = distribute_tensor(other.detach(), spec.mesh, spec.placements, src_data_rank=None)
+                parameter.sharded._local_tensor = value.detach().to_local()  # type: ignore[attr-defined]
+                module._parameters[attribute] = parameter.sharded
+                assigned = True
+        if assigned:
+            self.rehome()
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes of this rank's own storages: ``parameters`` and ``gradients`` (the full buffers are the pool's)."""

@@ -83,9 +83,14 @@ class State:
             module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
             module.register_state_dict_pre_hook(self._show_sharded)
             module.register_load_state_dict_pre_hook(self._show_sharded)
+            module.register_load_state_dict_post_hook(self._adopt_assigned)
 
     def _show_sharded(self, *_: Any, **__: Any) -> None:
         self.bucket.reshard()
+
+    def _adopt_assigned(self, *_: Any) -> None:
+        """``load_state_dict(assign=True)`` has put other parameters in the place of ours: take their values."""
+        self.bucket.adopt_assigned()
 
     # -- root --
 

@@ -115,24 +115,42 @@ def reduce_scatter_in_place(
     return Pending([work], lambda: _combine([own], out, divide_by, accumulate))
 
 
+# Elements that are summed and divided while they are in the cache.
+_CHUNK = 1 << 16
+
+
 def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulate: bool) -> None:
-    """``out = sum(addends) / divide_by`` (or ``+=``), in rank order, rounding once per addition in the wider dtype."""
-    if out.dtype != addends[0].dtype:
-        total = torch.empty_like(out) if accumulate else out
-        total.copy_(addends[0])
-    else:
-        total = addends[0]
-    out_is_a_later_addend = any(addend.data_ptr() == out.data_ptr() for addend in addends[2:])
-    if not accumulate and total is not out and len(addends) > 1 and not out_is_a_later_addend:
-        total, addends = torch.add(total, addends[1], out=out), addends[1:]
-    for addend in addends[1:]:
-        total.add_(addend)
-    if accumulate:
-        out.add_(total, alpha=1.0 / divide_by)
-    elif divide_by != 1.0:
-        torch.mul(total, 1.0 / divide_by, out=out)
-    elif total is not out:
-        out.copy_(total)
+    """``out = sum(addends) / divide_by`` (or ``+=``), summed in rank order, in fp32 at least.
+
+    ``out`` may be one of the addends; nothing else is written.
+    """
+    source = addends[0].dtype
+    wide = torch.promote_types(out.dtype, source)
+    wide = torch.float32 if wide in (torch.bfloat16, torch.float16) else wide
+    numel = out.numel()
+    step = min(numel, _CHUNK) if out.device.type == "cpu" else numel
+    # `out` itself holds the running sum, unless it is narrower, is added to, or is an addend still to come.
+    overwritten = any(addend.data_ptr() == out.data_ptr() for addend in addends[2:])
+    in_out = not accumulate and out.dtype == wide == source and not overwritten
+    work = None if in_out else torch.empty(step, dtype=wide, device=out.device)
+    for start in range(0, numel, max(1, step)):
+        stop = min(start + step, numel)
+        place = out[start:stop]
+        total = place if work is None else work[: stop - start]
+        first, *others = (addend[start:stop] for addend in addends)
+        if work is None and others:
+            torch.add(first, others.pop(0), out=total)
+        elif first.data_ptr() != total.data_ptr():
+            total.copy_(first)
+        for other in others:
+            total.add_(other)
+        if accumulate:
+            place.add_(total, alpha=1.0 / divide_by)
+            continue
+        if divide_by != 1.0:
+            total.mul_(1.0 / divide_by)
+        if work is not None:
+            place.copy_(total)
 
 
 # ---- pieces of unequal length: what redistribution moves ----
