@@ -115,7 +115,8 @@ class Prediction:
             [
                 f"{self.cluster.ranks} ranks: {len(self.collectives)} collectives, "
                 f"{self.collective_bytes / 2**20:.1f} MiB in them; on each rank "
-                f"{self.parameter_bytes / 2**20:.2f} MiB of parameters, {self.gradient_bytes / 2**20:.2f} MiB of gradients, {self.buffer_bytes / 2**20:.2f} MiB of buffers",
+                f"{self.parameter_bytes / 2**20:.2f} MiB of parameters, "
+                f"{self.gradient_bytes / 2**20:.2f} MiB of gradients, {self.buffer_bytes / 2**20:.2f} MiB of buffers",
                 f"step {self.step_seconds * 1e3:.2f} ms = computation {self.compute_seconds * 1e3:.2f} ms + exposed "
                 f"communication {self.exposed_seconds * 1e3:.2f} ms (of {self.communication_seconds * 1e3:.2f} ms)",
                 _assumptions(self.cluster),
@@ -126,9 +127,9 @@ class Prediction:
 def _assumptions(cluster: Cluster) -> str:
     intra, inter = cluster.intra_bandwidth / 1e9, cluster.inter_bandwidth / 1e9
     return (
-        f"assumed: computation as profiled / {cluster.compute_scale:g}; collectives {cluster.latency * 1e6:g} us + bytes "
-        f"at {intra:g} GB/s within {cluster.ranks_per_node} ranks, {inter:g} GB/s beyond; gathers and reductions each in "
-        f"order, beside computation; no stragglers"
+        f"assumed: computation as profiled / {cluster.compute_scale:g}; collectives {cluster.latency * 1e6:g} us + "
+        f"bytes at {intra:g} GB/s within {cluster.ranks_per_node} ranks, {inter:g} GB/s beyond; gathers and reductions "
+        f"each in order, beside computation; no stragglers"
     )
 
 
