@@ -35,9 +35,10 @@ def ragged_units(numel: int, world: int, seed: int, row: int = 1) -> tuple[int, 
 
 
 def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
-    """``tensor`` (the same on every rank) as ``layout`` has it.
+    """``tensor``, the same on every rank, laid out on the last mesh dim.
 
-    Plain, shard0, shard1, replicate or ragged; on the last mesh dim.
+    ``layout``: plain, shard0, shard1, replicate, ragged (cuts anywhere), ragged7 (at multiples of 7 elements) or tiles
+    (between tiles of 32 rows).
     """
     from torch.distributed.tensor import Replicate
 
@@ -47,10 +48,14 @@ def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
     placements: list[Any] = [Replicate()] * mesh.ndim
     if layout.startswith("shard"):
         placements[-1] = Shard(int(layout[5:])) if tensor.ndim > int(layout[5:]) else Shard(0)
-    elif layout.startswith("ragged"):
+    elif layout.startswith(("ragged", "tiles")):
+        from ragged_optim.quantize import tiling
         from ragged_shard.placement import RaggedShard
 
-        row = int(layout[6:] or 1)
+        if layout == "tiles":
+            row = tiling(tuple(tensor.shape), 32, 32).block.numel(tensor.shape)
+        else:
+            row = int(layout[6:] or 1)
         if tensor.numel() == 0:
             placements[-1] = RaggedShard.one_hot(seed % world, world, dims=(0,))
         else:
