@@ -4,8 +4,8 @@
     python benchmarks/planner.py --ranks 8,64,1024 --json planner.json
     python benchmarks/planner.py --check              exit code 1 above 1 ms median or 70 ms maximum at 1,024 ranks
 
-Each figure is the least of several repetitions in process CPU time, with empty caches: identical layers are planned once,
-as in any run. Reading the inventory and making the tensor descriptions is not counted.
+Each figure is the least of several repetitions in process CPU time, with empty caches: identical layers are planned
+once, as in any run. Reading the inventory and making the tensor descriptions is not counted.
 """
 
 from __future__ import annotations
