@@ -123,10 +123,12 @@ def specs_of(value: Any) -> list[DTensorSpec]:
 
 def propagate(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
     """The OutputSharding of ``schema``; ``stock`` answers for schemas without a RaggedShard."""
+    op = schema.op
     specs = specs_of(schema.args_schema) + specs_of(schema.kwargs_schema)
     if not any(has_ragged(spec.placements) for spec in specs):
+        if op is aten._local_scalar_dense.default and any(p.is_partial() for p in specs[0].placements):
+            return _number(schema, specs[0])
         return stock(schema)
-    op = schema.op
     meshes = {spec.mesh for spec in specs if spec.ndim}
     if len(meshes) > 1 and not _is_list_op(op):
         refuse(op, specs, f"its operands lie on different meshes {sorted(map(str, meshes))}")
@@ -785,6 +787,16 @@ def _bits(schema: OpSchema, propagator: Any) -> OutputSharding:
     if dtype.itemsize != cast(TensorMeta, spec.tensor_meta).dtype.itemsize:
         refuse(schema.op, [spec], f"its elements are not of the width of {dtype}")
     return OutputSharding(_output(_meta(propagator, schema), spec.mesh, spec.placements))
+
+
+def _number(schema: OpSchema, spec: DTensorSpec) -> OutputSharding:
+    """``item()`` and ``bool()`` of a sum, norm, any, ... that is still Partial: reduced first.
+
+    The one rule for DTensors without a RaggedShard. torch returns the addend of the rank, so a norm is too small and
+    ``if x.isnan().any()`` goes different ways on different ranks (pytorch/pytorch#170862).
+    """
+    whole = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    return _answer(schema, None, [whole])
 
 
 def _item(schema: OpSchema, propagator: Any) -> OutputSharding:

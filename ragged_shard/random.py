@@ -11,6 +11,8 @@ per parameter. All ranks must have seeded alike, as for any replicated computati
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any, cast
 
 import torch
@@ -36,16 +38,33 @@ def _draw(schema: OpSchema, propagator: Any) -> OutputSharding:
         refuse(op, [spec], "a random operator takes one sharded tensor")
     meta = _meta(propagator, schema)
     shape, region = tuple(spec.shape), _region(spec)
-    # DTensor drops the user's generator before it calls the local operator.
-    generator = schema.kwargs_schema.get("generator")
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
-        if generator is not None:
+        if (
+            "generator" not in kwargs
+            and args[0].device.type == "cpu"
+            and (generator := _dropped_generator()) is not None
+        ):
             kwargs = {**kwargs, "generator": generator}
         return _run(func, args[0], args[1:], kwargs, shape, region)
 
     args = [rewritten(spec, lambda local: Intercepted(local, run)), *schema.args_schema[1:]]
     return _answer(schema, _output(meta, spec.mesh, spec.placements), args)
+
+
+def _dropped_generator() -> torch.Generator | None:
+    """The generator of the call that is running. DTensor takes it out of the arguments, and on CPU forgets it there.
+
+    It cannot be seen earlier: generators have no hash, so DTensor's cache of rules must not depend on them.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "_dispatch_get_local_results_slow_path":
+            return cast("torch.Generator | None", frame.f_locals.get("maybe_user_generator"))
+        frame = frame.f_back
+    return None
 
 
 def _run(
@@ -82,7 +101,7 @@ _register("random", _draw, "randint_like.default", "randint_like.low_dtype", "ra
 
 
 def register_schemas(propagator: Any) -> None:
-    """Make DTensor's cache tell apart calls with different generators."""
+    """Make DTensor's cache key hold the arguments that change the result's dtype."""
     for op in TABLE["random"]:
         if op not in propagator.op_to_schema_info and op not in propagator.op_to_schema_info_for_single_dim_strategy:
-            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, ["generator", "dtype"])
+            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, ["dtype"])

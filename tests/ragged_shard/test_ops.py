@@ -358,6 +358,21 @@ def test_gradients_of_operators():
     cluster.run(4, gradients_of_operators)
 
 
+def numbers():
+    full = values()
+    for layout in (*LAYOUTS, Shard(0)):
+        x = place(full, layout)
+        assert x.sum().item() == full.sum().item()
+        assert abs(torch.linalg.vector_norm(x).item() - full.norm().item()) < 1e-5
+        assert bool((x > 1.9).any()) is True and bool((x > 2.9).any()) is False
+        assert bool(torch.isfinite(x).all()) is True
+
+
+def test_a_number_read_from_a_partial_result_is_the_global_one():
+    """pytorch/pytorch#170862: item() of a norm that was still Partial gave the norm of one rank."""
+    cluster.run(4, numbers)
+
+
 # ---- lists ----
 
 
