@@ -46,7 +46,7 @@ class Counted(TorchDispatchMode):
         namespace, name = func.namespace, func._schema.name.split("::")[1]
         if namespace in ("c10d", "_c10d_functional"):
             tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-            self.collectives.append((name, max(map(lambda t: _bytes([t]), tensors), default=0)))
+            self.collectives.append((name, max((_bytes([t]) for t in tensors), default=0)))
         result = func(*args, **kwargs)
         if name in COPIES.get(namespace, ()):
             self.copied[f"{namespace}.{name}"] += self._written(namespace, name, args, kwargs, result)
@@ -59,7 +59,7 @@ class Counted(TorchDispatchMode):
             return _bytes(args[0]) if name == "all_gather_copy_in" else _bytes(tree_iter(kwargs["out"]))
         if name.startswith("_foreach_copy"):
             return _bytes(args[0])
-        return _bytes(tree_iter(kwargs["out"] if "out" in kwargs else result))
+        return _bytes(tree_iter(kwargs.get("out", result)))
 
     @property
     def copied_bytes(self) -> int:

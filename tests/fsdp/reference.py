@@ -49,9 +49,11 @@ def average_gradients(plain: nn.Module, divide_by: float | None = None) -> None:
     for parameter, anywhere in zip(trained, used.tolist(), strict=True):
         if anywhere:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            # Narrow gradients are summed in fp32 and rounded once.
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if dist.get_world_size() > 1 and gradient.numel():
                 dist.all_reduce(gradient)
-            parameter.grad = gradient.detach().div_(divide_by or dist.get_world_size())
+            parameter.grad = gradient.detach().div_(divide_by or dist.get_world_size()).to(parameter.dtype)
 
 
 def differences(sharded: nn.Module, plain: nn.Module, tolerance: float = 0.0) -> list[str]:

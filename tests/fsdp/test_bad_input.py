@@ -1,0 +1,423 @@
+"""Wrong input is one error: the same on every rank, before anything has changed, naming the parameter or module and
+what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp
+from fsdp import fully_shard
+from ragged_shard import Block, ParamPolicy
+from tests import cluster
+from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
+from tests.fsdp.reference import shard_children
+
+
+def message_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def same_everywhere(messages: list[str], kind: str, *words: str) -> None:
+    """One message on all ranks, of this type, with all these words."""
+    assert len(set(messages)) == 1, messages
+    assert messages[0].startswith(kind + ":"), messages[0]
+    for word in words:
+        assert word in messages[0], f"{word!r} is not in {messages[0]!r}"
+
+
+def then_untouched(model: nn.Module) -> str:
+    """What is left of a module whose sharding failed: nothing has changed, and sharding it properly works."""
+    if any(isinstance(p, DTensor) for p in model.parameters()) or isinstance(model, fsdp.FSDPModule):
+        return "; the module was changed"
+    fully_shard(model)
+    squares(model).backward()
+    return ""
+
+
+# ---- policies ----
+
+
+def bad_policy(kind: str) -> str:
+    rank = dist.get_rank()
+
+    def policy(name: str, parameter: nn.Parameter) -> Any:
+        if name != "down.weight":
+            return None
+        if kind == "string":
+            return "muon"
+        if kind == "block itself":
+            return Block.rows(2)
+        if kind == "dict":
+            return {"block": 4}
+        if kind == "raises":
+            raise KeyError("no rule for this one")
+        if kind == "raises on rank 1" and rank == 1:
+            raise ValueError("rank 1 does not like it")
+        if kind == "nonsense on rank 1" and rank == 1:
+            return 7
+        if kind == "other block on rank 1":
+            return ParamPolicy(block=Block.rows(2 + rank))
+        if kind == "no block":
+            return ParamPolicy(block=4)
+        if kind == "zero":
+            return ParamPolicy(block=Block.rows(0))
+        if kind == "fraction":
+            return ParamPolicy(block=Block.rows(1.5))
+        if kind == "unknown":
+            return ParamPolicy(block=Block("columns", (3,)))
+        return None
+
+    model = Mlp()
+    return message_of(fully_shard, model, orig_param_policy=policy) + then_untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("string", "TypeError", ("'down.weight'", "'muon'", "ParamPolicy")),
+        ("block itself", "TypeError", ("'down.weight'", "Block", "ParamPolicy")),
+        ("dict", "TypeError", ("'down.weight'", "ParamPolicy")),
+        ("no block", "TypeError", ("block", "4", "Block.rows")),
+        ("zero", "ValueError", ("Block.rows", "at least 1", "0")),
+        ("fraction", "TypeError", ("Block.rows", "integer", "1.5")),
+        ("unknown", "ValueError", ("'columns'", "rows")),
+        ("raises on rank 1", "ValueError", ("rank 1 does not like it",)),
+        ("nonsense on rank 1", "TypeError", ("'down.weight'", "7", "rank 1")),
+        ("other block on rank 1", "ValueError", ("down.weight", "block=22", "block=33", "rank 0", "rank 1")),
+    ],
+)
+def test_a_policy_that_returns_nonsense(kind: str, error: str, words: tuple[str, ...]) -> None:
+    same_everywhere(cluster.run(2, bad_policy, kind), error, *words)
+
+
+@pytest.mark.parametrize("kind", ["zero", "fraction", "unknown", "no block", "raises on rank 1", "raises"])
+def test_an_error_inside_the_policy_names_the_parameter(kind: str) -> None:
+    """What the policy itself raises says nothing of the parameter it was asked about; we must."""
+    messages = cluster.run(2, bad_policy, kind)
+    assert len(set(messages)) == 1
+    assert "down.weight" in messages[0]
+
+
+def tile_that_does_not_fit() -> str:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = nn.Parameter(torch.zeros(3, 10, 4))
+
+    return message_of(fully_shard, Experts(), orig_param_policy=lambda n, p: ParamPolicy(block=Block.tile(4, 4)))
+
+
+def test_a_block_that_does_not_fit_its_tensor() -> None:
+    same_everywhere(cluster.run(2, tile_that_does_not_fit), "ValueError", "'stack'", "tile(4, 4)", "divisor of 10")
+
+
+# ---- models that differ ----
+
+
+def different_models(kind: str) -> str:
+    rank = dist.get_rank()
+    if kind == "shape":
+        model = Mlp(hidden=11 + rank)
+    elif kind == "names":
+        model = Mlp()
+        if rank:
+            model.extra = nn.Parameter(torch.zeros(2))
+    elif kind == "dtype":
+        model = Mlp().to(torch.float64 if rank else torch.float32)
+    elif kind == "frozen":
+        model = Mlp()
+        model.up.weight.requires_grad_(rank == 0)
+    else:
+        model = Mlp()
+        if rank:
+            model.up, model.down = nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH)
+            model._modules = {"down": model.down, "up": model.up}
+    return message_of(fully_shard, model)
+
+
+@pytest.mark.parametrize("kind", ["shape", "names", "dtype", "frozen", "order"])
+def test_models_that_differ_between_ranks(kind: str) -> None:
+    """Else a hang or silent garbage much later."""
+    messages = cluster.run(2, different_models, kind)
+    same_everywhere(messages, "ValueError", "rank 0", "rank 1")
+    if kind in ("shape", "dtype", "frozen"):
+        assert "up.weight" in messages[0]
+
+
+# ---- meshes ----
+
+
+def bad_mesh(kind: str) -> str:
+    if kind == "three dimensions":
+        return message_of(fully_shard, Mlp(), mesh=init_device_mesh("cpu", (2, 2, 1)))
+    return message_of(fully_shard, Mlp(), mesh=kind)
+
+
+def test_a_mesh_of_three_dimensions() -> None:
+    same_everywhere(cluster.run(4, bad_mesh, "three dimensions"), "ValueError", "two", "(replicate, shard)")
+
+
+def mesh_without_me() -> str:
+    mesh = DeviceMesh("cpu", [0, 1])
+    model = Mlp()
+    message = message_of(fully_shard, model, mesh=mesh)
+    return message if dist.get_rank() == 2 else ("ok" if message == "no error" else message)
+
+
+def test_a_mesh_of_which_this_rank_is_no_part() -> None:
+    *members, outsider = cluster.run(3, mesh_without_me)
+    assert members == ["ok", "ok"]
+    assert outsider.startswith("ValueError") and "rank" in outsider
+
+
+def no_mesh() -> str:
+    return message_of(fully_shard, Mlp(), mesh="cpu")
+
+
+def test_a_mesh_that_is_none() -> None:
+    for message in cluster.run(2, no_mesh):
+        assert message.startswith(("TypeError", "ValueError")) and "mesh" in message.lower() and "'cpu'" in message
+
+
+# ---- modules ----
+
+
+def twice(kind: str) -> str:
+    model = Stack(2)
+    shard_children(model)
+    if kind == "root":
+        return message_of(fully_shard, model)
+    if kind == "child":
+        return message_of(fully_shard, model.blocks[1])
+    return message_of(fully_shard, [model.blocks[0], model.blocks[1]])
+
+
+@pytest.mark.parametrize("kind", ["root", "child", "list"])
+def test_a_module_sharded_twice(kind: str) -> None:
+    words = ("FSDPStack", "head") if kind == "root" else ("FSDPMlp", "up.weight")
+    same_everywhere(cluster.run(2, twice, kind), "ValueError", "sharded before", *words)
+
+
+def sharded_by_torch() -> str:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    model = Stack(2)
+    torch_fully_shard(model.blocks[0])
+    return message_of(fully_shard, model) + message_of(fully_shard, model.blocks[0])
+
+
+def test_a_module_that_torch_has_sharded() -> None:
+    for message in cluster.run(2, sharded_by_torch):
+        assert "blocks.0" in message and message.count("ValueError") == 2 and "no error" not in message
+
+
+def not_a_module(kind: str) -> str:
+    thing: Any = {
+        "parameter": nn.Parameter(torch.zeros(2)),
+        "empty list": [],
+        "list of parameters": [nn.Parameter(torch.zeros(2))],
+        "ModuleList": nn.ModuleList([Mlp()]),
+        "ModuleDict": nn.ModuleDict({"a": Mlp()}),
+        "None": None,
+    }[kind]
+    return message_of(fully_shard, thing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("parameter", "module"),
+        ("empty list", "empty list"),
+        ("list of parameters", "module"),
+        ("ModuleList", "ModuleList"),
+        ("ModuleDict", "ModuleDict"),
+        ("None", "module"),
+    ],
+)
+def test_what_is_no_module_with_a_forward(kind: str, word: str) -> None:
+    messages = cluster.run(2, not_a_module, kind)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(("TypeError", "ValueError")) and word in messages[0]
+
+
+def same_module_twice_in_a_list() -> str:
+    block = Mlp()
+    return message_of(fully_shard, [block, block])
+
+
+def test_a_module_twice_in_one_list() -> None:
+    messages = cluster.run(2, same_module_twice_in_a_list)
+    assert messages in (["no error"] * 2, messages[:1] * 2)
+
+
+def tied_across(kind: str) -> str:
+    model = Stack(2)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    if kind == "siblings":
+        fully_shard(model.blocks[0])
+        return message_of(fully_shard, model.blocks[1])
+    fully_shard(model.blocks[0])
+    return message_of(fully_shard, model)
+
+
+@pytest.mark.parametrize("kind", ["siblings", "child and root"])
+def test_parameters_tied_across_buckets(kind: str) -> None:
+    """pytorch/pytorch#176225: the error names both places."""
+    second = "'up.weight'" if kind == "siblings" else "'blocks.1.up.weight'"
+    messages = cluster.run(2, tied_across, kind)
+    same_everywhere(messages, "ValueError", "tied", second, "one list")
+    assert len(re.findall(r"up\.weight", messages[0])) >= 2
+
+
+def unrelated_after_collection() -> str:
+    """A freed parameter's id must not make a new one look tied."""
+    for _ in range(30):
+        fully_shard(nn.Linear(3, 3))
+    return "ok"
+
+
+def test_no_false_tie_after_garbage_collection() -> None:
+    assert cluster.run(1, unrelated_after_collection) == ["ok"]
+
+
+@pytest.mark.parametrize("value", ["yes", 1.5, 3])
+def test_reshard_after_forward_of_a_wrong_kind(value: Any) -> None:
+    messages = cluster.run(2, wrong_reshard, value)
+    assert len(set(messages)) == 1 and "reshard_after_forward" in messages[0] and "no error" not in messages[0]
+
+
+def wrong_reshard(value: Any) -> str:
+    model = Mlp()
+    return message_of(fully_shard, model, reshard_after_forward=value) + then_untouched(model)
+
+
+def unknown_argument() -> str:
+    return message_of(fully_shard, Mlp(), reshard_after_backward=True)
+
+
+def test_an_unknown_argument() -> None:
+    same_everywhere(cluster.run(1, unknown_argument), "TypeError", "reshard_after_backward")
+
+
+# ---- optimizers ----
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "groups": lambda p: torch.optim.AdamW([{"params": [q]} for q in p], lr=0.1),
+    "named": lambda p: torch.optim.SGD(list(p), lr=0.1),
+}
+
+
+def optimizer_before_sharding(name: str, stepped: bool) -> str:
+    torch.manual_seed(0)
+    model = Stack(2)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if stepped:
+        squares(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shard_children(model)
+    squares(model).backward()
+    return message_of(optimizer.step)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_built_before_sharding(name: str, stepped: bool) -> None:
+    """It would train parameters that nothing uses, without a word."""
+    same_everywhere(
+        cluster.run(2, optimizer_before_sharding, name, stepped), "RuntimeError", "before fully_shard", "'head'"
+    )
+
+
+def optimizer_of_another_model() -> str:
+    """Only the sharded model's old optimizer is refused."""
+    torch.manual_seed(0)
+    other, model = nn.Linear(WIDTH, 2), Stack(2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    shard_children(model)
+    other(data()).sum().backward()
+    first = message_of(optimizer.step)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    squares(model).backward()
+    return first + "; " + message_of(late.step)
+
+
+def test_other_optimizers_are_left_alone() -> None:
+    assert cluster.run(2, optimizer_of_another_model) == ["no error; no error"] * 2
+
+
+def added_group() -> str:
+    """A parameter group added later is looked at too."""
+    model = Stack(2)
+    old = model.head
+    shard_children(model)
+    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    squares(model).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [old]})
+    return message_of(optimizer.step)
+
+
+def test_a_superseded_parameter_in_a_later_group() -> None:
+    same_everywhere(cluster.run(2, added_group), "RuntimeError", "before fully_shard", "'head'")
+
+
+# ---- methods ----
+
+
+def bad_calls() -> list[str]:
+    model = shard_children(Stack(2))
+    return [
+        message_of(model.set_modules_to_forward_prefetch, [nn.Linear(2, 2)]),
+        message_of(model.set_modules_to_backward_prefetch, [model.blocks]),
+        message_of(model.set_gradient_divide_factor, 0.0),
+        message_of(model.set_gradient_divide_factor, -2.0),
+    ]
+
+
+def test_methods_check_their_arguments() -> None:
+    forward, backward, zero, negative = cluster.run(1, bad_calls)[0]
+    assert "Linear" in forward and forward.startswith("ValueError")
+    assert "ModuleList" in backward and backward.startswith("ValueError")
+    assert "positive" in zero and "0.0" in zero and "-2.0" in negative
+
+
+def reset_of_a_child() -> str:
+    model = shard_children(Stack(2))
+    squares(model).backward()
+    return message_of(model.blocks[0].reset_iter_state)
+
+
+def test_reset_iter_state_of_a_child() -> None:
+    same_everywhere(cluster.run(2, reset_of_a_child), "RuntimeError", "root")
+
+
+def first_forward_through_a_list() -> str:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Mlp(), Mlp()
+
+    model = Model()
+    fully_shard([model.a, model.b])
+    return message_of(model.a, data())
+
+
+def test_a_list_without_a_root() -> None:
+    same_everywhere(cluster.run(2, first_forward_through_a_list), "RuntimeError", "root", "Mlp")

@@ -1,0 +1,286 @@
+"""After an exception in forward, backward or a hook, the next iteration computes what a clean run computes, and memory
+rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp.hooks import state_of
+from tests import cluster
+from tests.fsdp.modules import WIDTH, Mlp, data, squares
+from tests.fsdp.reference import differences, full, shard_children, step, twins
+
+
+class Boom(Exception):
+    pass
+
+
+class RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Boom("in backward")
+
+
+class Fragile(nn.Module):
+    """``where`` says in which block and direction the next pass raises."""
+
+    class Block(Mlp):
+        raises = ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.raises == "forward":
+                raise Boom("in forward")
+            x = super().forward(x)
+            if self.raises == "after compute":
+                raise Boom("late in forward")
+            return RaiseInBackward.apply(x) if self.raises == "backward" else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.head = nn.Parameter(torch.randn(WIDTH, 5))
+        self.checkpointed: bool | None = None
+        self.raises = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.checkpointed is None else checkpoint(block, x, use_reentrant=self.checkpointed)
+        if self.raises == "forward":
+            raise Boom("in the root's forward")
+        return x @ self.head
+
+
+def check(world_size: int, function: Callable[..., list[str]], *args: Any, **kwargs: Any) -> None:
+    assert cluster.run(world_size, function, *args, **kwargs) == [[]] * world_size
+
+
+def resting(model: nn.Module) -> list[str]:
+    ledger = state_of(model).bucket.pool.ledger
+    found = [f"{ledger.in_use} bytes in use"] if ledger.in_use else []
+    return found + [f"{n} is whole" for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+
+def fail(model: nn.Module, where: str, index: int) -> list[str]:
+    """One iteration that raises; what went wrong other than that."""
+    handles = []
+    blocks = list(model.blocks)
+    if where in ("forward", "after compute", "backward"):
+        target = model if index < 0 else blocks[index]
+        target.raises = where
+    elif where == "forward hook":
+        handles.append(blocks[index].register_forward_hook(boom))
+    elif where == "forward pre-hook":
+        handles.append(blocks[index].register_forward_pre_hook(boom))
+    elif where == "backward hook":
+        handles.append(blocks[index].register_full_backward_hook(boom))
+    elif where == "tensor hook":
+        handles.append(
+            blocks[index].register_forward_hook(lambda m, a, out: out.register_hook(lambda g: boom()) and None)
+        )
+    try:
+        x = data(50)
+        if model.checkpointed is not None:
+            x.requires_grad_()
+        model(x).square().mean().backward()
+        return ["no exception"]
+    except Boom:
+        return []
+    finally:
+        for block in [*blocks, model]:
+            block.raises = ""
+        for handle in handles:
+            handle.remove()
+
+
+def boom(*_: Any) -> None:
+    raise Boom("in a hook")
+
+
+CASES = [
+    ("forward", 0),
+    ("forward", 2),
+    ("forward", -1),
+    ("after compute", 1),
+    ("backward", 0),
+    ("backward", 2),
+    ("forward hook", 1),
+    ("forward pre-hook", 1),
+    ("backward hook", 1),
+    ("tensor hook", 0),
+]
+
+
+def recover(
+    where: str,
+    index: int,
+    reset: bool,
+    reshard_after_forward: bool | None = None,
+    checkpointed: bool | None = None,
+    failures: int = 1,
+) -> list[str]:
+    sharded, plain = twins(Fragile, partial(shard_children, reshard_after_forward=reshard_after_forward))
+    sharded.checkpointed = plain.checkpointed = checkpointed
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (sharded, plain)]
+
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        x = data(number)
+        return model(x.requires_grad_() if checkpointed is not None else x).square().mean()
+
+    found = step(sharded, plain, partial(loss_of, number=0), optimizers)
+    for _ in range(failures):
+        found += fail(sharded, where, index)
+    # The shards change between the failure and the next forward: gathered weights of before must not survive.
+    with torch.no_grad():
+        for model in (sharded, plain):
+            for parameter in state_parameters(model):
+                parameter.mul_(0.5)
+    if reset:
+        sharded.reset_iter_state()
+        found += [f"after reset_iter_state: {r}" for r in resting(sharded)]
+    sharded.zero_grad()
+    for number in (1, 2):
+        found += [
+            f"step {number} after: {d}" for d in step(sharded, plain, partial(loss_of, number=number), optimizers)
+        ]
+        found += [f"step {number} after: {r}" for r in resting(sharded)]
+    return found
+
+
+def state_parameters(model: nn.Module) -> list[Tensor]:
+    """The sharded parameters, also while whole ones are registered."""
+    sharded = [p.sharded for m in model.modules() if (s := state_of(m)) for p in s.bucket.parameters]
+    return sharded or list(model.parameters())
+
+
+@pytest.mark.parametrize(("where", "index"), CASES)
+def test_the_next_step_is_a_clean_one(where: str, index: int) -> None:
+    """pytorch/torchtitan#1329, mosaicml/composer#3866."""
+    check(2, recover, where, index, False)
+
+
+@pytest.mark.parametrize(("where", "index"), [("forward", 1), ("backward", 1), ("backward hook", 1)])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_reset_iter_state_leaves_resting_memory(where: str, index: int, reshard_after_forward: bool) -> None:
+    check(2, recover, where, index, True, reshard_after_forward)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("where", "index"), [("forward", 1), ("backward", 1), ("backward hook", 1)])
+def test_failures_under_activation_checkpoints(where: str, index: int, reentrant: bool) -> None:
+    check(2, recover, where, index, False, None, reentrant)
+
+
+def test_failures_in_a_row() -> None:
+    for where in ("forward", "backward"):
+        check(2, recover, where, 1, False, None, None, 3)
+
+
+def during_accumulation() -> list[str]:
+    """The failed iteration's gradients are lost, unreduced sums of earlier micro-batches included; training starts
+    anew.
+    """
+    sharded, plain = twins(Fragile)
+    sharded.set_requires_gradient_sync(False)
+    squares(sharded, 0).backward()
+    found = fail(sharded, "backward", 1)
+    sharded.set_requires_gradient_sync(True)
+    sharded.reset_iter_state()
+    sharded.zero_grad()
+    return found + step(sharded, plain, partial(squares, step=1)) + resting(sharded)
+
+
+def test_failure_during_accumulation() -> None:
+    check(2, during_accumulation)
+
+
+def published_gradients_survive() -> list[str]:
+    """Reduced gradients of earlier micro-batches that were published stay what they were after a failed forward."""
+    sharded, _ = twins(Fragile)
+    squares(sharded, 0).backward()
+    before = {n: full(p.grad) for n, p in sharded.named_parameters()}
+    found = fail(sharded, "forward", 1)
+    sharded.reset_iter_state()
+    return found + [n for n, p in sharded.named_parameters() if not torch.equal(full(p.grad), before[n])]
+
+
+def test_published_gradients_survive_a_failed_forward() -> None:
+    check(2, published_gradients_survive)
+
+
+def evaluation_fails() -> list[str]:
+    sharded, plain = twins(Fragile)
+    found = step(sharded, plain, squares)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            found += fail(sharded, "forward", 1)
+    # Until then the modules may show whole parameters, whose gradients are not those of the shards.
+    sharded.reset_iter_state()
+    for model in (sharded, plain):
+        model.zero_grad()
+    return found + step(sharded, plain, partial(squares, step=1)) + resting(sharded)
+
+
+def test_evaluation_that_raises() -> None:
+    check(2, evaluation_fails)
+
+
+def first_iteration_fails() -> list[str]:
+    """The very first forward: buffers are half made."""
+    sharded, plain = twins(Fragile)
+    found = fail(sharded, "forward", 0)
+    return found + step(sharded, plain, squares) + resting(sharded)
+
+
+def test_the_first_iteration_raises() -> None:
+    check(2, first_iteration_fails)
+
+
+def state_dict_after_failure() -> list[str]:
+    """A checkpoint written after the crash holds the parameters, sharded."""
+    sharded, plain = twins(Fragile)
+    found = step(sharded, plain, squares) + fail(sharded, "forward", 2)
+    state = sharded.state_dict()
+    found += [f"{n} is whole" for n, v in state.items() if not isinstance(v, DTensor)]
+    return found + [n for n, p in plain.named_parameters() if not torch.equal(full(state[n]), p)]
+
+
+def test_a_state_dict_after_a_failure() -> None:
+    check(2, state_dict_after_failure)
+
+
+def interrupted() -> list[str]:
+    """Ctrl-C is an exception like any other."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    sharded, plain = twins(Fragile)
+    found = step(sharded, plain, squares)
+    handle = sharded.blocks[1].register_forward_hook(interrupt)
+    try:
+        squares(sharded)
+        found.append("no exception")
+    except KeyboardInterrupt:
+        pass
+    handle.remove()
+    sharded.reset_iter_state()
+    for model in (sharded, plain):
+        model.zero_grad()
+    return found + step(sharded, plain, partial(squares, step=1)) + differences(sharded, plain) + resting(sharded)
+
+
+def test_an_interrupt() -> None:
+    check(2, interrupted)
