@@ -110,6 +110,10 @@ def fully_shard(
             more than two dimensions, a block that does not fit its parameter, layouts that differ between ranks.
         TypeError: a policy that returns no ParamPolicy.
     """
+    if not isinstance(module, (nn.Module, list, tuple)):
+        raise TypeError(f"fully_shard takes a module or a list of modules, got {module!r}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh('cuda', (8,)), got {mesh!r}")
     modules = [module] if isinstance(module, nn.Module) else list(module)
     mesh = mesh if mesh is not None else _default_mesh()
     found: list[_Found] = []
@@ -125,7 +129,7 @@ def fully_shard(
         for group in _groups(found):
             group.plan = plan_bucket(group.specs, mesh.size(mesh.ndim - 1), alignment_bytes=ALIGNMENT_BYTES)
             groups.append(group)
-        return "\n".join(group.describe() for group in groups)
+        return "\n".join([one.describe() for one in found] + [group.describe() for group in groups])
 
     groups: list[_Group] = []
     agree(mesh, "fully_shard", plan)
@@ -222,6 +226,12 @@ class _Found:
         self.local: Tensor = local.detach()
         self.block = 1 if block is None else block.numel(self.local.shape)
 
+    def describe(self) -> str:
+        """What must be equal on all ranks, so that a difference can be named."""
+        parameter = self.parameter
+        grad = "trainable" if parameter.requires_grad else "frozen"
+        return f"{self.name} {tuple(parameter.shape)} {parameter.dtype} {grad} block={self.block}"
+
 
 def _parameters(
     modules: Sequence[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter], policy: OrigParamPolicy | None
@@ -299,10 +309,9 @@ class _Group:
         self.plan: BucketPlan | None = None
 
     def describe(self) -> str:
-        """What must be equal on all ranks, one line a parameter, so that a difference can be named."""
+        """What must be equal on all ranks."""
         assert self.plan is not None
-        lines = [f"{m.name} {tuple(m.parameter.shape)} {self.dtype} block={m.block}" for m in self.members]
-        return "\n".join([*lines, f"plan {self.plan.digest()}"])
+        return f"plan {self.plan.digest()} of {', '.join(m.name for m in self.members)}"
 
     def build(self, mesh: DeviceMesh, device: torch.device) -> Iterable[FlatBuffer]:
         assert self.plan is not None
@@ -346,6 +355,8 @@ def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:
         setattr(sharded, attribute, value)
     for module, attribute in member.places:
         module._parameters[attribute] = sharded
+    global _replaced
+    _replaced += 1
     _superseded[original] = member.name
     return BucketParameter(member.name, member.places, sharded)
 
@@ -361,13 +372,15 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
 # Parameters that fully_shard has replaced, by the name they had: an optimizer or a module that still holds one is
 # out of date, and would train (or be left) alone without a word.
 _superseded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+# Of each optimizer: how many parameters it had, and how many had ever been replaced, when it was last found in order.
+_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_replaced = 0
 
 
 def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
     groups = optimizer.param_groups
     count = sum(len(group["params"]) for group in groups)
-    if _checked.get(optimizer) == count:
+    if _checked.get(optimizer) == (count, _replaced):
         return
     for group in groups:
         for parameter in group["params"]:
@@ -377,7 +390,7 @@ def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
                     f"{name!r}, which the model does not use any more. Build the optimizer after fully_shard, from "
                     f"model.parameters()"
                 )
-    _checked[optimizer] = count
+    _checked[optimizer] = (count, _replaced)
 
 
 register_optimizer_step_pre_hook(_refuse_superseded)

@@ -61,7 +61,10 @@ class ParamPolicy:
         return _rebuild, (self.block, self.optimizer, dict(self.hyperparameters))
 
     def __repr__(self) -> str:
-        fields = [f"block={self.block}" if self.block else "", f"optimizer={self.optimizer!r}" if self.optimizer else ""]
+        fields = [
+            f"block={self.block}" if self.block else "",
+            f"optimizer={self.optimizer!r}" if self.optimizer else "",
+        ]
         fields += [f"{k}={v!r}" for k, v in self.hyperparameters.items()]
         return f"ParamPolicy({', '.join(f for f in fields if f)})"
 
@@ -73,13 +76,26 @@ def _rebuild(block: Block | None, optimizer: str | type | None, hyperparameters:
 OrigParamPolicy = Callable[[str, Any], "ParamPolicy | None"]
 
 
+def _naming(name: str, error: Exception) -> Exception:
+    """``error`` as its own type with the parameter's name in the message, if that type can be made from a message."""
+    message = f"orig_param_policy({name!r}, ...): {error}"
+    try:
+        named = type(error)(message)
+    except Exception:
+        return RuntimeError(f"{message} ({type(error).__name__})")
+    return named if str(named) == message else RuntimeError(f"{message} ({type(error).__name__})")
+
+
 def apply_policy(policy: OrigParamPolicy | None, name: str, parameter: Any) -> ParamPolicy:
     """What ``policy`` says of the parameter ``name``; ``ParamPolicy()`` when there is no policy or it returns ``None``.
 
     Raises ``TypeError`` naming the parameter when the policy returns anything else, and re-raises what the block says
     against the parameter's global shape as ``ValueError`` naming the parameter.
     """
-    answer = None if policy is None else policy(name, parameter)
+    try:
+        answer = None if policy is None else policy(name, parameter)
+    except Exception as error:
+        raise _naming(name, error) from error
     if answer is None:
         return ParamPolicy()
     if not isinstance(answer, ParamPolicy):
