@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -33,11 +34,12 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.steps, self.bytes = device, 0, 0
-        self.record = None
+        self.device, self.steps, self.bytes, self.began = device, 0, 0, 0
+        self.record: torch.autograd.profiler.profile | None = None
         if device.type == "cpu":
             self.record = torch.autograd.profiler.profile(profile_memory=True)
             self.record.__enter__()
+            atexit.register(self.close)  # an interpreter that ends while it records crashes
 
     @property
     def recording(self) -> bool:
@@ -46,19 +48,25 @@ class PeakMemory:
 
     def step_begins(self) -> None:
         self.steps += 1
+        self.began = time.time_ns()
         if self.device.type == "cuda" and self.steps == 1:
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.began = time.time_ns()
 
     def step_ends(self) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device)
         elif self.record is not None and self.steps == PROFILED_STEPS:
-            self.record.__exit__(None, None, None)
-            events = [event for event in self.record.kineto_results.events() if event.name() == "[memory]"]
+            record = self.close()
+            events = [event for event in record.kineto_results.events() if event.name() == "[memory]"]
             live = 0
             for event in sorted(events, key=lambda event: event.start_ns()):
                 live += event.nbytes()
                 if event.start_ns() >= self.began:
                     self.bytes = max(self.bytes, live)
-            self.record = None
+
+    def close(self) -> Any:
+        """Record no longer."""
+        record, self.record = self.record, None
+        if record is not None:
+            record.__exit__(None, None, None)
+        return record

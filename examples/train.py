@@ -350,7 +350,7 @@ def main(argv: list[str]) -> int:
                 return launch.run([__file__, *argv], args.world_size)
         return worker(args)
     except (UserError, corpus.CorpusError, checkpoint.CheckpointError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.stderr.write(f"train.py: error: {error}\n")  # in one piece, since other ranks say the same
         return 2
 
 
