@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from corpus import Corpus
-from gpt import GPT, GPTConfig
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from corpus import Corpus
+from gpt import GPT, GPTConfig
 
 
 class CheckpointError(ValueError):

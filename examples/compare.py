@@ -17,10 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-import plots
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+import plots
 
 TRAIN = Path(__file__).with_name("train.py")
 RUNS = {

@@ -12,37 +12,51 @@ import ragged_optim
 from ragged_optim import Block, ParamPolicy, policies
 
 BETAS = (0.9, 0.95)
-# What --optimizer takes, and a learning rate (of the hidden matrices) that suits the small models here.
+# What --optimizer takes, and a learning rate (for matrix optimizers, of the hidden matrices) that suits small models.
 LEARNING_RATES = {
     "adamw": 3e-3,
     "adam": 3e-3,
+    "sgd": 0.3,
+    "lion": 5e-4,
+    "adamw8bit": 3e-3,
+    "adam8bit": 3e-3,
     "muon": 2e-2,
+    "normuon": 2e-2,
+    "shampoo": 3e-3,
+    "soap": 3e-3,
     "torch-adamw": 3e-3,  # torch.optim.AdamW
 }
 
 
 def policy(args: argparse.Namespace) -> Any:
     """Who updates which parameter, and what no rank boundary may cut; for `fully_shard` and for the optimizer."""
-    block = Block.rows(args.block)
-    if args.optimizer == "muon":
-        return policies.muon(block=block)  # hidden matrices; the rest to AdamW, cut anywhere
-    return lambda name, parameter: ParamPolicy(block=block if parameter.ndim > 1 else None)
+    name, block = args.optimizer, Block.rows(args.block)
+    if name in ("muon", "normuon", "shampoo", "soap"):
+        return getattr(policies, name)(block=block)  # hidden matrices; the rest to AdamW, cut anywhere
+    if name in ("adamw8bit", "adam8bit"):
+        block = Block.tile(32, 32)  # what one 8-bit scale is for
+    return lambda _, parameter: ParamPolicy(block=block if parameter.ndim > 1 else None)
 
 
 def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    decay = args.weight_decay
     if args.optimizer == "torch-adamw":
-        return torch.optim.AdamW(model.parameters(), args.lr, BETAS, weight_decay=args.weight_decay)
+        return torch.optim.AdamW(model.parameters(), args.lr, BETAS, weight_decay=decay)
+    kind, rest = {
+        "adamw": (ragged_optim.AdamW, {"betas": BETAS}),
+        "adam": (ragged_optim.Adam, {"betas": BETAS}),
+        "sgd": (ragged_optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        "lion": (ragged_optim.Lion, {}),
+        "adamw8bit": (ragged_optim.AdamW8bit, {"betas": BETAS}),
+        "adam8bit": (ragged_optim.Adam8bit, {"betas": BETAS}),
+        "muon": (ragged_optim.Muon, {"ns_dtype": getattr(torch, args.ns_dtype)}),
+        "normuon": (ragged_optim.NorMuon, {"ns_dtype": getattr(torch, args.ns_dtype)}),
+        "shampoo": (ragged_optim.Shampoo, {"betas": BETAS}),
+        "soap": (ragged_optim.SOAP, {}),
+    }[args.optimizer]
+    if args.optimizer in ("adam", "adam8bit", "sgd"):  # these add the decay to the gradient: another thing
+        decay = 0.0
+    if args.optimizer in ("muon", "normuon", "shampoo", "soap"):
+        rest |= {"adamw_lr": args.aux_lr, "adamw_betas": BETAS, "adamw_weight_decay": decay}
     named = list(model.named_parameters())
-    if args.optimizer == "muon":
-        return ragged_optim.Muon(
-            named,
-            args.lr,
-            args.weight_decay,
-            ns_dtype=getattr(torch, args.ns_dtype),
-            adamw_lr=args.aux_lr,
-            adamw_betas=BETAS,
-            adamw_weight_decay=args.weight_decay,
-            orig_param_policy=policy(args),
-        )
-    kind = {"adamw": ragged_optim.AdamW, "adam": ragged_optim.Adam}[args.optimizer]
-    return kind(named, args.lr, BETAS, weight_decay=args.weight_decay, orig_param_policy=policy(args))
+    return kind(named, args.lr, weight_decay=decay, orig_param_policy=policy(args), **rest)

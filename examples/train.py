@@ -25,19 +25,20 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from tqdm import tqdm
+
 import checkpoint
 import corpus
 import launch
 import optimizers
 import plots
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from gpt import GPT, MODELS, GPTConfig
 from memory import PeakMemory, resident_bytes
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from tqdm import tqdm
 
 SHARDINGS = ("fsdp", "fsdp2", "ddp", "none")
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import corpus
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import corpus
 
 
 @pytest.fixture(scope="module")

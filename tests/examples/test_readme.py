@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import torch
-from gpt import GPT, MODELS
 from torch.distributed.tensor import DTensor
 
+from gpt import GPT, MODELS
 from tests import cluster
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()

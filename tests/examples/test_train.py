@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from train import main
 
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
