@@ -28,7 +28,10 @@ __all__ = ["HOOKS", "Hook", "install", "installed", "probe"]
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 _LOCK = threading.Lock()
-_MARK = "__ragged_shard_hook__"
+# What stands in place of each hook's stock attribute, by path. A mark on the object would not do: DTensor's cache of
+# rules is a
+# threading.local, whose attributes other threads do not see.
+_INSTALLED: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Hook:
         return getattr(self.owner, self.name)
 
     def is_installed(self) -> bool:
-        return bool(getattr(self.current(), _MARK, False))
+        return self.path in _INSTALLED and self.current() is _INSTALLED[self.path]
 
 
 def _ragged(placements: Any) -> bool:
@@ -353,8 +356,12 @@ HOOKS: tuple[Hook, ...] = (
 # ---- the probe ----
 
 
-def probe(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
-    """What the running torch lacks of what the hooks rely on; empty when it fits. Nothing is changed."""
+def probe(hooks: tuple[Hook, ...] = HOOKS, *, shared: bool = True) -> list[str]:
+    """What the running torch lacks of what ``hooks`` rely on, and (``shared``) of what all of them do; empty when it
+    fits.
+
+    Nothing is changed.
+    """
     wrong: list[str] = []
     for hook in hooks:
         try:
@@ -362,7 +369,7 @@ def probe(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
         except (ImportError, AttributeError) as error:
             wrong.append(f"{hook.path} does not exist ({error})")
             continue
-        if getattr(found, _MARK, False) or not hook.arguments:
+        if hook.is_installed() or not hook.arguments:
             continue
         if not callable(found):
             wrong.append(f"{hook.path} is no function but {found!r}")
@@ -380,8 +387,7 @@ def probe(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
         # Those that are passed on as they come.
         if not hook.passes_on and (surprising := required):
             wrong.append(f"{hook.path} requires new arguments {surprising}")
-    wrong += _probe_shared() + _probe_types()
-    return wrong
+    return wrong + (_probe_shared() + _probe_types() if shared else [])
 
 
 def _probe_shared() -> list[str]:
@@ -489,7 +495,7 @@ def _set(hook: Hook) -> None:
     replacement = hook.make(stock)
     if inspect.isfunction(replacement):
         functools.update_wrapper(replacement, stock)
-    setattr(replacement, _MARK, True)
+    _INSTALLED[hook.path] = replacement
     setattr(hook.owner, hook.name, staticmethod(replacement) if hook.static else replacement)
 
 
@@ -504,7 +510,7 @@ def _swap_code(hook: Hook, stock: Any) -> None:
     stock.__wrapped__ = copy
     stock.__defaults__, stock.__kwdefaults__ = None, None
     stock.__code__ = namespace[stock.__name__].__code__
-    setattr(stock, _MARK, True)
+    _INSTALLED[hook.path] = stock
 
 
 def _version() -> tuple[int, int]:

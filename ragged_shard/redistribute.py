@@ -519,13 +519,18 @@ def _reduce(addends: Sequence[Tensor], operation: str, out: Tensor) -> None:
 
 def _deferred(result: Tensor, pending: Pending) -> Tensor:
     """``result`` as the tensor that functional collectives return: it waits, and unpacks, on first use."""
+    callback_work = getattr(torch._C._distributed_c10d, "PythonCallbackWork", None)
+    if callback_work is None:
+        # Older torch has no work that runs Python: the call is then synchronous.
+        pending.wait()
+        return result
 
     def arrive(_timeout: Any) -> bool:
         with torch.no_grad():
             pending.wait()
         return True
 
-    torch._C._distributed_c10d._register_work(result, torch._C._distributed_c10d.PythonCallbackWork(arrive))
+    torch._C._distributed_c10d._register_work(result, callback_work(arrive))
     return funcol.AsyncCollectiveTensor(result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 
@@ -196,9 +197,10 @@ def state_dict_interface(directory):
             target = model(2)
             optimizer = trained(target, steps=1)
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-            giver = weights if not broadcast or dist.get_rank() == 0 else {}
+            # torch writes what it distributes into the dict that it was given.
+            giver = dict(weights) if not broadcast or dist.get_rank() == 0 else {}
             set_model_state_dict(target, giver, options=options)
-            giver = moments if not broadcast or dist.get_rank() == 0 else {}
+            giver = copy.deepcopy(moments) if not broadcast or dist.get_rank() == 0 else {}
             set_optimizer_state_dict(target, optimizer, giver, options=options)
             assert_same(target, optimizer, plain, plain_optimizer)
     # Sharded, through a checkpoint, into another layout.
