@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from ragged_optim.rules.adamw8bit import AdamW8bit as AdamW8bit
     from ragged_optim.rules.lion import Lion as Lion
     from ragged_optim.rules.muon import Muon as Muon
+    from ragged_optim.rules.muon import NorMuon as NorMuon
     from ragged_optim.rules.sgd import SGD as SGD
+    from ragged_optim.rules.shampoo import Shampoo as Shampoo
+    from ragged_optim.rules.soap import SOAP as SOAP
     from ragged_shard.block import Block as Block
     from ragged_shard.policy import ParamPolicy as ParamPolicy
 
@@ -34,9 +37,12 @@ _HOMES = {
     "Lion": "ragged_optim.rules.lion",
     "MatrixRule": "ragged_optim.rule",
     "Muon": "ragged_optim.rules.muon",
+    "NorMuon": "ragged_optim.rules.muon",
     "ParamPolicy": "ragged_shard.policy",
     "RaggedOptimizer": "ragged_optim.optimizer",
     "SGD": "ragged_optim.rules.sgd",
+    "SOAP": "ragged_optim.rules.soap",
+    "Shampoo": "ragged_optim.rules.shampoo",
     "StateSpec": "ragged_optim.rule",
     "explain": "ragged_optim.policies",
     "policies": "ragged_optim.policies",

@@ -15,6 +15,7 @@ all-reduce, and none when nothing moves.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,15 @@ class Live:
 
     def update(self, index: int, matrix: Tensor) -> Tensor:
         """At the owner of matrix ``index``: its update, contiguous, in the wire dtype."""
+        if self.of.rule.needs_finite and not bool(matrix.isfinite().all()):
+            # An error here would be one of this rank alone, while the others wait for its update.
+            where = f"matrix {index} of " if len(self.of.matrices) > 1 else ""
+            warnings.warn(
+                f"non-finite gradient: {where}parameter {self.of.name!r} and its states are left alone in this step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return torch.zeros_like(matrix)
         update = self.of.rule.update(matrix, self.owned.get(index, {}), self.of.group)
         return update.to(self.of.wire).contiguous()
 

@@ -18,13 +18,29 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ragged_optim.quantize import tiling
 from ragged_shard.block import Block
 from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
 
 if TYPE_CHECKING:
     from ragged_optim.optimizer import RaggedOptimizer
 
-__all__ = ["ByName", "Explanation", "Row", "by_name", "explain", "is_hidden_matrix", "muon"]
+__all__ = [
+    "ByName",
+    "Explanation",
+    "HiddenMatrices",
+    "Row",
+    "Tiles",
+    "adamw8bit",
+    "by_name",
+    "explain",
+    "is_hidden_matrix",
+    "muon",
+    "muon_adamw8bit",
+    "normuon",
+    "shampoo",
+    "soap",
+]
 
 # The last part of a name, for input and output tables and for routers: rows there are looked up or compete, they are no
 # linear map between hidden states. As used in transformers, torchtitan, timm, nanoGPT, mamba and whisper.
@@ -72,38 +88,82 @@ def _is_convolution(name: str, shape: Sequence[int]) -> bool:
     return len(shape) >= 3 and _CONVOLUTION.search(name) is not None
 
 
-class _Muon:
-    def __init__(
-        self, block: Block | None, expert_block: Block | None, rule: str, rest: str, rest_block: Block | None
-    ) -> None:
-        self.block, self.expert_block, self.rule, self.rest, self.rest_block = (
-            block,
-            expert_block,
-            rule,
-            rest,
-            rest_block,
-        )
+@dataclass(frozen=True)
+class HiddenMatrices:
+    """Hidden matrices to ``rule``, everything else to ``rest``; the blocks are what ``fully_shard`` shall keep
+    together.
+
+    Leading dims of a stack of experts are a matrix each; convolutions are flattened to (out, in * kernel).
+    """
+
+    rule: str
+    rest: str
+    block: Block | None = None
+    expert_block: Block | None = None
+    rest_block: Block | None = None
 
     def __call__(self, name: str, parameter: Any) -> ParamPolicy:
         shape = tuple(parameter.shape)
         if not is_hidden_matrix(name, shape):
-            return ParamPolicy(optimizer=self.rest, block=self.rest_block if len(shape) > 1 else None)
+            return ParamPolicy(optimizer=self.rest, block=self.rest_block and _fitting(self.rest_block, shape))
         if _is_convolution(name, shape):
             return ParamPolicy(optimizer=self.rule, block=self.block, flatten=True)
-        if len(shape) > 2:
-            return ParamPolicy(optimizer=self.rule, block=self.expert_block)
-        return ParamPolicy(optimizer=self.rule, block=self.block)
+        return ParamPolicy(optimizer=self.rule, block=self.expert_block if len(shape) > 2 else self.block)
+
+
+def _fitting(block: Block, shape: tuple[int, ...]) -> Block:
+    """A tile where it fits; whole matrices of a stack whose rows are no multiple of it; runs of a vector."""
+    if block.kind != "tile":
+        return block
+    return tiling(shape, *block.sizes).block
 
 
 def muon(*, block: Block | None = None, expert_block: Block | None = None) -> OrigParamPolicy:
     """Hidden matrices to Muon, everything else to AdamW.
 
-    Leading dims of a stack of experts are a matrix each; convolutions are flattened to (out, in * kernel).
     ``block``: what ``fully_shard`` shall keep together of a hidden matrix (``Block.whole()`` saves all communication
     of the optimizer where the balance allows it); ``expert_block``: the same for stacks (``Block.slices(1)``: whole
     experts).
     """
-    return _Muon(block, expert_block, "muon", "adamw", None)
+    return HiddenMatrices("muon", "adamw", block, expert_block)
+
+
+def normuon(*, block: Block | None = None, expert_block: Block | None = None) -> OrigParamPolicy:
+    """As ``muon``, with NorMuon."""
+    return HiddenMatrices("normuon", "adamw", block, expert_block)
+
+
+def muon_adamw8bit(
+    *, block: Block | None = None, expert_block: Block | None = None, tile: tuple[int, int] = (32, 32)
+) -> OrigParamPolicy:
+    """Hidden matrices to Muon, everything else to AdamW8bit, whose tiles ``fully_shard`` keeps whole."""
+    return HiddenMatrices("muon", "adamw8bit", block, expert_block, Block.tile(*tile))
+
+
+def shampoo(*, block: Block | None = None, expert_block: Block | None = None) -> OrigParamPolicy:
+    """Hidden matrices to Shampoo, everything else to AdamW."""
+    return HiddenMatrices("shampoo", "adamw", block, expert_block)
+
+
+def soap(*, block: Block | None = None, expert_block: Block | None = None) -> OrigParamPolicy:
+    """Hidden matrices to SOAP, everything else to AdamW."""
+    return HiddenMatrices("soap", "adamw", block, expert_block)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Everything to one rule, in tiles; see ``adamw8bit``."""
+
+    rule: str
+    block: Block
+
+    def __call__(self, name: str, parameter: Any) -> ParamPolicy:
+        return ParamPolicy(optimizer=self.rule, block=_fitting(self.block, tuple(parameter.shape)))
+
+
+def adamw8bit(*, tile: tuple[int, int] = (32, 32)) -> OrigParamPolicy:
+    """Everything to AdamW8bit. Give it to ``fully_shard`` too: it keeps the tiles whole."""
+    return Tiles("adamw8bit", Block.tile(*tile))
 
 
 class ByName:

@@ -123,6 +123,10 @@ class MatrixRule(Rule):
     A matrix that already lies whole on a rank goes through the same three calls there, without communication.
     """
 
+    # Whether ``update`` would spoil its states with a matrix that is not finite; it is then not called (a warning
+    # says so).
+    needs_finite: ClassVar[bool] = False
+
     def accepts(self, shape: Sequence[int]) -> str | None:
         if len(shape) < 2:
             return f"it needs a matrix or a stack of matrices, not {len(shape)} dims"

@@ -18,7 +18,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "adamw8bit": ("ragged_optim.rules.adamw8bit", "AdamW8bitRule"),
     "lion": ("ragged_optim.rules.lion", "LionRule"),
     "muon": ("ragged_optim.rules.muon", "MuonRule"),
+    "normuon": ("ragged_optim.rules.muon", "NorMuonRule"),
     "sgd": ("ragged_optim.rules.sgd", "SGDRule"),
+    "shampoo": ("ragged_optim.rules.shampoo", "ShampooRule"),
+    "soap": ("ragged_optim.rules.soap", "SOAPRule"),
 }
 
 

@@ -7,6 +7,8 @@ defaults.
     p  *= 1 - lr weight_decay                        on the shard
     p  -= lr ratio O                                 ratio: see ``adjusted``
 
+NorMuon (arXiv 2510.05491) also divides every row of O by the root of its running mean square, and keeps O's norm.
+
 Only the direction u and the update O travel, in ``ns_dtype``, in which the iteration would round them anyway.
 """
 
@@ -25,7 +27,7 @@ from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 
-__all__ = ["Muon", "MuonRule", "adjusted"]
+__all__ = ["Muon", "MuonRule", "NorMuon", "NorMuonRule", "adjusted"]
 
 ADJUST_LR = (None, "original", "match_rms_adamw", "spectral")
 
@@ -54,6 +56,8 @@ class MuonRule(MatrixRule):
 
     def check(self, group: Group) -> None:
         super().check(group)
+        if not 0.0 <= float(group.get("beta2", 0.0)) < 1.0:
+            raise ValueError(f"{self.name}: beta2 must lie in [0, 1), got {group['beta2']!r}")
         ns.schedule(group["ns_coefficients"], group["ns_steps"])
         if group["adjust_lr_fn"] not in ADJUST_LR:
             raise ValueError(f"muon: adjust_lr_fn must be one of {ADJUST_LR}, got {group['adjust_lr_fn']!r}")
@@ -86,6 +90,28 @@ class MuonRule(MatrixRule):
         work.add_(update, alpha=-learning_rate(group) * adjusted(group["adjust_lr_fn"], shape))
         if work is not param:
             param.copy_(work)
+
+
+class NorMuonRule(MuonRule):
+    """Adds ``second_momentum_buffer`` (rows, 1) at the owner: the running mean square of each row of the update."""
+
+    name: ClassVar[str] = "normuon"
+    family: ClassVar[str] = "muon"
+    defaults: ClassVar[Mapping[str, Any]] = {**MuonRule.defaults, "beta2": 0.95}
+
+    def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
+        return {
+            **super().init(shape, group),
+            "second_momentum_buffer": StateSpec((shape[-2], 1), torch.float32, home="owner"),
+        }
+
+    def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
+        update = super().update(matrix, state, group).to(torch.promote_types(matrix.dtype, torch.float32))
+        square = state["second_momentum_buffer"].lerp_(
+            update.square().mean(1, keepdim=True).float(), 1 - group["beta2"]
+        )
+        normalised = update / (square.sqrt() + 1e-8)
+        return normalised.mul_(update.norm() / (normalised.norm() + 1e-8))
 
 
 def adjusted(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
@@ -156,6 +182,65 @@ class Muon(RaggedOptimizer):
             eps=eps,
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
+            ns_dtype=ns_dtype,
+            weight_decay_mode=weight_decay_mode,
+            split_sizes=split_sizes,
+            flatten=flatten,
+            maximize=maximize,
+            state_dtype=state_dtype,
+        )
+
+
+class NorMuon(RaggedOptimizer):
+    """``Muon`` with its update normalised by rows (``beta2``.
+
+    Decay of their mean squares); everything else as there.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: ns.Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        beta2: float = 0.95,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        weight_decay_mode: str = "decoupled",
+        split_sizes: Sequence[int] | None = None,
+        flatten: bool = False,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        adamw_lr: float | Tensor = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 1e-2,
+        orig_param_policy: OrigParamPolicy | None = None,
+    ) -> None:
+        from ragged_optim import policies
+
+        super().__init__(
+            params,
+            NorMuonRule,
+            orig_param_policy=orig_param_policy,
+            default_policy=policies.normuon(),
+            others={
+                "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
+            },
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            beta2=beta2,
             ns_dtype=ns_dtype,
             weight_decay_mode=weight_decay_mode,
             split_sizes=split_sizes,

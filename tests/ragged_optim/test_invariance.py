@@ -40,8 +40,11 @@ def run(name: str, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
         ("Lion", {"weight_decay": 0.1, "weight_decay_mode": "cautious"}),
         ("Muon", {}),
         ("Muon", {"ns_dtype": torch.float32, "nesterov": False, "weight_decay_mode": "cautious"}),
+        ("NorMuon", {}),
+        ("Shampoo", {"precondition_frequency": 2, "max_preconditioner_dim": 16}),
+        ("SOAP", {"precondition_frequency": 1}),
     ],
-    ids=["adamw", "adam", "sgd", "nesterov", "lion", "muon", "muon-fp32"],
+    ids=["adamw", "adam", "sgd", "nesterov", "lion", "muon", "muon-fp32", "normuon", "shampoo", "soap"],
 )
 def test_worlds_1_to_4_and_all_layouts_end_alike(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     shapes = [(17, 31), (8, 8), (1, 16), (37, 3), (3, 5, 7), (29,), (2, 1, 9)]

@@ -1,0 +1,216 @@
+"""Shampoo and SOAP against their formulas in float64; roots against their definition; failures keep the last root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ragged_optim
+from ragged_optim import matrix_roots as roots
+from tests.ragged_optim.models import full
+
+
+def power(matrix: Tensor, exponent: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=0).add(1e-12).pow(exponent)) @ vectors.T
+
+
+def shampoo_reference(
+    weight: Tensor, grads: list[Tensor], frequency: int, beta2: float, grafting: str | None
+) -> Tensor:
+    lr, beta1, decay = 0.05, 0.9, 0.1
+    p = weight.double()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    left, right = torch.zeros(len(p), len(p)).double(), torch.zeros(p.shape[1], p.shape[1]).double()
+    gain = 1.0 if beta2 == 1 else 1 - beta2
+    for step, grad in enumerate(grads, 1):
+        g = grad.double()
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + gain * g * g
+        left, right = beta2 * left + gain * g @ g.T, beta2 * right + gain * g.T @ g
+        correction = 1.0 if beta2 == 1 else 1 - beta2**step
+        if step == 1 or step % frequency == 0:
+            root_left, root_right = power(left / correction, -0.25), power(right / correction, -0.25)
+        mean = m / (1 - beta1**step)
+        update = root_left @ mean @ root_right
+        graft = mean / ((v / correction).sqrt() + 1e-8) if grafting == "adam" else mean
+        if grafting is not None:
+            update = update * graft.norm() / update.norm()
+        p = p * (1 - lr * decay) - lr * update
+    return p
+
+
+@pytest.mark.parametrize("beta2", [0.95, 1.0])
+@pytest.mark.parametrize("grafting", ["adam", "sgd", None])
+@pytest.mark.parametrize("frequency", [1, 3])
+def test_shampoo_equals_its_formula(frequency: int, grafting: str | None, beta2: float) -> None:
+    param = nn.Parameter(full((6, 5), 0))
+    # Well-conditioned factors: the fourth root of a tiny eigenvalue is no test of the optimizer.
+    grads = [full((6, 5), 1 + s) + torch.eye(6, 5) for s in range(7)]
+    expected = shampoo_reference(param.detach(), grads, frequency, beta2, grafting)
+    optimizer = ragged_optim.Shampoo(
+        [param],
+        lr=0.05,
+        betas=(0.9, beta2),
+        weight_decay=0.1,
+        precondition_frequency=frequency,
+        preconditioner_eps=1e-12,
+        grafting=grafting,
+    )
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    # The first step's factors have rank 5 of 6: roots of a zero eigenvalue amplify rounding, but along no gradient.
+    torch.testing.assert_close(param.double(), expected, rtol=5e-3, atol=5e-3)
+
+
+def test_blocks_are_preconditioned_by_themselves() -> None:
+    whole = nn.Parameter(full((7, 10), 0))
+    blocks = [nn.Parameter(part.clone()) for rows in whole.detach().split(4) for part in rows.split(5, 1)]
+    a = ragged_optim.Shampoo([whole], max_preconditioner_dim=5, grafting=None, precondition_frequency=2)
+    b = ragged_optim.Shampoo(blocks, max_preconditioner_dim=5, grafting=None, precondition_frequency=2)
+    for step in range(4):
+        whole.grad = full((7, 10), 1 + step)
+        parts = [part for rows in whole.grad.split(4) for part in rows.split(5, 1)]
+        for param, part in zip(blocks, parts, strict=True):
+            param.grad = part.clone()
+        a.step()
+        b.step()
+    for param, part in zip(blocks, [x for rows in whole.detach().split(4) for x in rows.split(5, 1)], strict=True):
+        torch.testing.assert_close(param.detach(), part, rtol=1e-5, atol=1e-6)
+
+
+def test_grafting_takes_over_the_size_of_adams_step() -> None:
+    ours, adam = nn.Parameter(full((12, 8), 0)), nn.Parameter(full((12, 8), 0))
+    a = ragged_optim.Shampoo([ours], lr=0.1, weight_decay=0.0)
+    b = torch.optim.Adam([adam], lr=0.1)
+    start = ours.detach().clone()
+    ours.grad = full((12, 8), 1)
+    adam.grad = ours.grad.clone()
+    a.step()
+    b.step()
+    torch.testing.assert_close((ours - start).norm(), (adam - start).norm(), rtol=1e-4, atol=0)
+    assert (ours - adam).norm() > 0.1 * (adam - start).norm()
+
+
+def soap_reference(weight: Tensor, grads: list[Tensor], frequency: int) -> Tensor:
+    lr, (beta1, beta2), beta, decay = 0.05, (0.9, 0.95), 0.8, 0.1
+    p = weight.double()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    first = grads[0].double()
+    left, right = (1 - beta) * first @ first.T, (1 - beta) * first.T @ first
+    q_left, q_right = torch.linalg.eigh(left)[1].flip(1), torch.linalg.eigh(right)[1].flip(1)
+    p = p * (1 - lr * decay)
+    for step, grad in enumerate(grads[1:], 1):
+        g = grad.double()
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * (q_left.T @ g @ q_right) ** 2
+        hat = (q_left.T @ m @ q_right) / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + 1e-8)
+        p = p * (1 - lr * decay) - lr * q_left @ hat @ q_right.T
+        left, right = beta * left + (1 - beta) * g @ g.T, beta * right + (1 - beta) * g.T @ g
+        if step % frequency == 0:
+            order = torch.diag(q_left.T @ left @ q_left).argsort(descending=True)
+            q_left, v = torch.linalg.qr(left @ q_left[:, order])[0], v[order]
+            order = torch.diag(q_right.T @ right @ q_right).argsort(descending=True)
+            q_right, v = torch.linalg.qr(right @ q_right[:, order])[0], v[:, order]
+    return p
+
+
+@pytest.mark.parametrize("frequency", [1, 3])
+def test_soap_equals_its_formula(frequency: int) -> None:
+    param = nn.Parameter(full((5, 5), 0))
+    grads = [full((5, 5), 1 + s) for s in range(8)]
+    expected = soap_reference(param.detach(), grads, frequency)
+    optimizer = ragged_optim.SOAP(
+        [param],
+        lr=0.05,
+        betas=(0.9, 0.95),
+        shampoo_beta=0.8,
+        weight_decay=0.1,
+        precondition_frequency=frequency,
+    )
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    torch.testing.assert_close(param.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_soap_leaves_a_long_side_alone() -> None:
+    param = nn.Parameter(full((4, 9), 0))
+    optimizer = ragged_optim.SOAP([param], max_preconditioner_dim=8)
+    assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq", "L", "Q_L"}
+    for step in range(3):
+        param.grad = full((4, 9), step)
+        optimizer.step()
+    assert param.isfinite().all()
+
+
+@given(dim=st.integers(1, 12), seed=st.integers(0, 100), root=st.sampled_from([2.0, 4.0]))
+def test_inverse_root_is_one(dim: int, seed: int, root: float) -> None:
+    half = full((dim, dim), seed).double()
+    matrix = half @ half.T + 0.1 * torch.eye(dim).double()
+    found = roots.inverse_root(matrix, root, 0.0)
+    assert found is not None
+    identity = matrix @ torch.linalg.matrix_power(found, int(root))
+    torch.testing.assert_close(identity, torch.eye(dim).double(), rtol=0, atol=1e-8)
+
+
+@given(dim=st.integers(1, 20), seed=st.integers(0, 100))
+def test_packing_keeps_a_symmetric_matrix_in_half_the_bytes(dim: int, seed: int) -> None:
+    half = full((dim, dim), seed)
+    matrix = half + half.T
+    packed = roots.pack(matrix)
+    assert packed.numel() == roots.packed_numel(dim) and torch.equal(roots.unpack(packed), matrix)
+
+
+def test_rank_deficient_and_zero_factors_have_finite_roots() -> None:
+    thin = full((16, 2), 0)
+    for matrix in (thin @ thin.T, torch.zeros(16, 16)):
+        found = roots.inverse_root(matrix, 4.0, 1e-6)
+        assert found is not None and bool(found.isfinite().all())
+
+
+def test_a_failing_decomposition_is_tried_in_fp64_and_then_keeps_the_last_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tried = torch.linalg.eigh, []
+
+    def failing(matrix: Tensor) -> Any:
+        tried.append(matrix.dtype)
+        raise torch.linalg.LinAlgError("no convergence")
+
+    param = nn.Parameter(full((6, 5), 0))
+    optimizer = ragged_optim.Shampoo([param], precondition_frequency=1)
+    param.grad = full((6, 5), 1)
+    optimizer.step()
+    kept = optimizer.state[param]["root_L"].clone()
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    with pytest.warns(RuntimeWarning, match="no root of L of block 0; the last one stays in use"):
+        optimizer.step()
+    assert tried[:2] == [torch.float32, torch.float64]
+    assert torch.equal(kept, optimizer.state[param]["root_L"])
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: real(m) if m.dtype == torch.float64 else failing(m))
+    optimizer.step()
+    assert not torch.equal(kept, optimizer.state[param]["root_L"])
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_a_gradient_that_is_not_finite_leaves_its_matrix_and_states_alone(name: str) -> None:
+    stack = nn.Parameter(full((2, 6, 5), 0))
+    optimizer = getattr(ragged_optim, name)([("experts.w1", stack)], weight_decay=0.0, precondition_frequency=1)
+    for step in range(2):
+        stack.grad = full((2, 6, 5), 1 + step)
+        optimizer.step()
+    before, kept = stack.detach().clone(), {k: v.clone() for k, v in optimizer.state[stack].items()}
+    stack.grad = full((2, 6, 5), 3)
+    stack.grad[1, 0, 0] = float("nan")
+    with pytest.warns(
+        RuntimeWarning, match="non-finite gradient: matrix 1 of parameter 'experts.w1' and its states are left alone"
+    ):
+        optimizer.step()
+    assert torch.equal(stack[1], before[1]) and not torch.equal(stack[0], before[0])
+    for key, value in kept.items():
+        assert torch.equal(optimizer.state[stack][key], value) == key.endswith(".1"), key
