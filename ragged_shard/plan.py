@@ -278,7 +278,7 @@ def block_of(text: str) -> BlockOf:
             try:
                 block = apply_policy(policy, name, Parameter(shape)).block
             except Exception as error:  # the policy may raise anything
-                raise BadInput(f"--block {text}: failed for {name!r}: {one_line(error)}") from None
+                raise BadInput(f"--block {text}: {one_line(error)}") from None  # it names the parameter
             return 1 if block is None else block.numel(shape)
 
         return by_policy
@@ -569,8 +569,17 @@ def draw_layout(axes: Any, plan: BucketPlan, rows: int = 8) -> None:
 
     world_size = plan.world_size
     ranks = sorted({row * (world_size - 1) // max(1, rows - 1) for row in range(rows)})
-    kinds: dict[tuple[int, int], tuple[Any, str]] = {}
+    # one colour for each size of tensor, the largest kinds first, so that a tensor keeps its colour in other layouts
+    volume: dict[tuple[int, int], int] = {}
+    names: dict[tuple[int, int], str] = {}
+    for buffer in plan.buffers:
+        for (name, _), numel, block in zip(buffer.starts, buffer.numels, buffer.blocks, strict=True):
+            volume[numel, block] = volume.get((numel, block), 0) + numel
+            names.setdefault((numel, block), f"{name}, blocks of {block:,}")
     palette = [colormaps["tab20"](i) for i in (0, 2, 4, 6, 8, 10, 12, 16, 18, 1, 3, 5, 7, 9, 11, 13, 17, 19)]
+    order = sorted(volume, key=lambda kind: (-volume[kind], kind))
+    colours = {kind: palette[number % len(palette)] for number, kind in enumerate(order)}
+    drawn = set()
     left = 0
     for buffer in plan.buffers:
         for (name, _), numel, block in zip(buffer.starts, buffer.numels, buffer.blocks, strict=True):
@@ -578,10 +587,8 @@ def draw_layout(axes: Any, plan: BucketPlan, rows: int = 8) -> None:
                 lo, hi = buffer.local_range(name, rank)
                 if lo == hi:
                     continue
-                if (numel, block) not in kinds:
-                    kinds[numel, block] = palette[len(kinds) % len(palette)], f"{name}, blocks of {block:,}"
-                place = (left + lo - buffer.owned(rank)[0], row - 0.4)
-                colour = kinds[numel, block][0]
+                drawn.add((numel, block))
+                place, colour = (left + lo - buffer.owned(rank)[0], row - 0.4), colours[numel, block]
                 axes.add_patch(Rectangle(place, hi - lo, 0.8, facecolor=colour, edgecolor="white", linewidth=0.4))
         for row, rank in enumerate(ranks):
             lo, hi = buffer.owned(rank)
@@ -592,8 +599,7 @@ def draw_layout(axes: Any, plan: BucketPlan, rows: int = 8) -> None:
     axes.set_yticks(range(len(ranks)), [f"{rank:,}" for rank in ranks])
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    widest = sorted(kinds.items(), key=lambda kind: -kind[0][0])[:8]
-    handles = [Patch(color=colour, label=label) for _, (colour, label) in widest]
+    handles = [Patch(color=colours[kind], label=names[kind]) for kind in order if kind in drawn][:8]
     handles.append(Patch(facecolor="white", edgecolor="black", label="padding"))
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=8)
 
