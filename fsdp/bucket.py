@@ -5,7 +5,7 @@ A bucket holds the parameters of one ``fully_shard`` call. Its plan lays them ou
     params      sharded, the original dtype        what ``module.parameters()`` shows between iterations (DTensors)
     full        whole, the compute dtype           what the module computes with; memory only while unsharded
     full_grads  whole, the reduction dtype         unreduced gradients; memory from the first gradient to the reduction
-    grads       sharded, the original dtype        what ``parameter.grad`` shows (DTensors)
+    grads       sharded, the original dtype        what ``parameter.grad`` shows (DTensors); lives as long as those do
 
 Only two things are written on the way: this rank's slot of ``full`` (once per gather), and each gradient into
 ``full_grads``.
@@ -33,7 +33,7 @@ from fsdp.agree import agree
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import GradientPlace, WeightParameter
 from ragged_shard.collectives import Pending, all_gather_in_place
-from ragged_shard.dbuffer import DBuffer, Layout
+from ragged_shard.dbuffer import DBuffer, Layout, buffer_of
 from ragged_shard.pool import Lease, Pool, storage_bytes
 
 _DEBUG = os.environ.get("RAGGED_DEBUG") == "1"
@@ -52,7 +52,6 @@ class BucketParameter:
     full: nn.Parameter | None = None
     place: GradientPlace | None = None
     edge: GradientEdge | None = None
-    grad: DTensor | None = None
     # Whether the unreduced gradient holds something / the reduced gradient is part of a sum / anything arrived at all.
     written: bool = False
     accumulates: bool = False
@@ -100,7 +99,7 @@ class FlatBuffer:
         spec = DTensorSpec(mesh, outer.placements, tensor_meta=TensorMeta(torch.Size(outer.shape), stride, view.dtype))
         return nn.Parameter(DTensor(view, spec, requires_grad=False), requires_grad=requires_grad)
 
-    def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, owner: str) -> tuple[DBuffer, DBuffer]:
+    def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, owner: str) -> DBuffer:
         if self.full_grads is None:
             assert self.full is not None
             dtype = reduce_dtype or self.full.dtype
@@ -108,11 +107,44 @@ class FlatBuffer:
             if self.scratch is None and (numel := self.full_grads.scratch_numel()):
                 self.scratch = pool.lease(numel, dtype, "scratch", owner)
                 self.scratch.release()
+        return self.full_grads
+
+    def adopt_gradients(self) -> None:
+        """Find the sums that this backward adds to. Gradients that the user put there are copied together first."""
+        present = [p.sharded.grad for p in self.parameters]
+        for parameter, grad in zip(self.parameters, present, strict=True):
+            parameter.accumulates = grad is not None
+        homes = [(index, buffer_of(grad)) for index, grad in enumerate(present) if grad is not None]
+        first = next((home[0] for _, home in homes if home is not None), None)
+        if not homes or (
+            first is not None
+            and first.layout is self.layout
+            and all(home is not None and home[0] is first and home[1] == index for index, home in homes)
+        ):
+            self.grads = first
+            return
+        self.grads = self.params.like()
+        for index, parameter in enumerate(self.parameters):
+            grad = parameter.sharded.grad
+            if grad is None:
+                continue
+            mine = self.grads.dtensor(index)
+            mine.copy_(grad)
+            parameter.sharded.grad = mine
+
+    def open_grads(self) -> DBuffer:
+        """Where reduced gradients go. New memory for every sum: who kept the gradients of the last step keeps them."""
         if self.grads is None:
-            self.grads = self.params.like()
-            for index, parameter in enumerate(self.parameters):
-                parameter.grad = self.grads.dtensor(index)
-        return self.full_grads, self.grads
+            self.grads = DBuffer.sharded(self.layout, self.params.dtype, self.params.device, zero=False)
+        return self.grads
+
+    def publish(self, index: int) -> None:
+        """Show the reduced gradient on the parameter."""
+        sharded = self.parameters[index].sharded
+        if sharded.grad is None:
+            assert self.grads is not None
+            sharded.grad = self.grads.dtensor(index)
+        _run_hooks(sharded)
 
 
 class Bucket:
@@ -357,7 +389,7 @@ class Bucket:
 
     def _open_gradients(self, buffer: FlatBuffer, index: int) -> DBuffer:
         assert self.pool is not None
-        full_grads, _ = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
+        full_grads = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
         if not full_grads.held:
             self._note("gradient", buffer.parameters[index].name)
             full_grads.acquire()
@@ -393,22 +425,9 @@ class Bucket:
         """At the first touch in a backward, note which sharded gradients are sums to add to."""
         if not self.in_backward:
             self.in_backward = True
-            for parameter in self.parameters:
-                self._adopt_gradient(parameter)
-
-    def _adopt_gradient(self, parameter: BucketParameter) -> None:
-        """Whether the sharded gradient is a sum to add to; one that the user put there is copied to its place first."""
-        grad = parameter.sharded.grad
-        parameter.accumulates = grad is not None
-        if grad is not None and grad is not parameter.grad:
-            if parameter.grad is None:
-                for buffer in self.buffers:
-                    if parameter in buffer.parameters:
-                        assert self.pool is not None
-                        buffer.make_grads(self.pool, self.reduce_dtype, self.name)
-            assert parameter.grad is not None
             with torch.no_grad():
-                parameter.grad.copy_(grad)
+                for buffer in self.buffers:
+                    buffer.adopt_gradients()
 
     @property
     def complete(self) -> bool:
@@ -431,8 +450,7 @@ class Bucket:
             for buffer in self.buffers:
                 if not buffer.trainable:
                     continue
-                full_grads, grads = self._open_gradients(buffer, 0), buffer.grads
-                assert grads is not None
+                full_grads, grads = self._open_gradients(buffer, 0), buffer.open_grads()
                 for index, parameter in enumerate(buffer.parameters):
                     if not parameter.written:
                         full_grads.views[index].zero_()
@@ -494,11 +512,14 @@ class Bucket:
         reduced).
         """
         if used is not None:
-            for parameter, anywhere in zip(self.parameters, used, strict=True):
-                if anywhere:
-                    parameter.sharded.grad = parameter.grad
-                    _run_hooks(parameter.sharded)
-                parameter.used = False
+            flags = iter(used)
+            for buffer in self.buffers:
+                for index, parameter in enumerate(buffer.parameters):
+                    if next(flags):
+                        buffer.publish(index)
+                    parameter.used = False
+        for buffer in self.buffers:
+            buffer.grads = None
         self.unreduced = self.unreduced or (self.in_backward and not self.reduced and not self.captured)
         self.in_backward = False
         self.reduced = self.published = self.captured = False
@@ -547,7 +568,7 @@ class Bucket:
             buffer.params = params
             buffer.full = buffer.full_grads = buffer.grads = buffer.carry = buffer.scratch = buffer.kept = None
             for parameter in buffer.parameters:
-                parameter.full = parameter.place = parameter.edge = parameter.grad = None
+                parameter.full = parameter.place = parameter.edge = None
                 parameter.sharded.grad = None
             self._hooked = False
 
@@ -574,7 +595,9 @@ class Bucket:
         """Bytes of this rank's own storages: ``parameters`` and ``gradients`` (the full buffers are the pool's)."""
         return {
             "parameters": storage_bytes([b.params.flat for b in self.buffers]),
-            "gradients": storage_bytes([b.grads.flat for b in self.buffers if b.grads is not None]),
+            "gradients": storage_bytes(
+                [g._local_tensor for p in self.parameters if isinstance(g := p.sharded.grad, DTensor)]
+            ),
         }
 
     def numel(self) -> int:

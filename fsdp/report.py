@@ -106,7 +106,9 @@ def _bucket(bucket: Bucket) -> BucketMemory:
         parameters=live["parameters"],
         predicted_parameters=sum(size for _, size in shard_bytes),
         gradients=live["gradients"],
-        predicted_gradients=sum(size for b, size in shard_bytes if b.grads is not None),
+        predicted_gradients=sum(
+            size for b, size in shard_bytes if any(p.sharded.grad is not None for p in b.parameters)
+        ),
         unsharded=sum(b.full.lease.nbytes for b in bucket.buffers if b.full is not None and b.full.lease is not None),
     )
 

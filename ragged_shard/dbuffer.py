@@ -17,10 +17,10 @@ Parameters, gradients, optimizer states and norms speak of what a rank *owns*; o
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -166,14 +166,14 @@ class DBuffer:
         self.flat = flat.data
 
     @classmethod
-    def sharded(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> DBuffer:
-        """A chunk on each rank. Padded plans: what is owned is the chunk, so no element lies outside it."""
+    def sharded(cls, layout: Layout, dtype: torch.dtype, device: torch.device, *, zero: bool = True) -> DBuffer:
+        """A chunk on each rank, zeroed unless ``zero`` is false. Padded plans only: what is owned is the chunk."""
         lo, hi = layout.plan.owned(layout.rank)
         if (lo, hi) != tuple(layout.plan.chunk(layout.rank)):
             raise NotImplementedError(
                 "this plan owns other elements than its chunk; plan the bucket with padded chunks"
             )
-        flat = torch.zeros(hi - lo, dtype=dtype, device=device)
+        flat = (torch.zeros if zero else torch.empty)(hi - lo, dtype=dtype, device=device)
         return cls(layout, flat, _placements(layout, Shard(0)), None)
 
     @classmethod
@@ -264,7 +264,7 @@ class DBuffer:
         # Every DTensor gets a local of its own: torch.utils.swap_tensors and `_local_tensor` assignment must not alias
         # two of them.
         local = self.views[index].view(self.views[index].shape)
-        _HOMES[local] = (weakref.ref(self), index)
+        _HOMES[local] = (self, index)
         spec = DTensorSpec(mesh, placements, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)
 
@@ -416,8 +416,4 @@ def buffer_of(tensor: Tensor) -> tuple[DBuffer, int] | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    home = _HOMES.get(tensor._local_tensor)
-    if home is None:
-        return None
-    buffer = home[0]()
-    return None if buffer is None else (buffer, home[1])
+    return cast("tuple[DBuffer, int] | None", _HOMES.get(tensor._local_tensor))

@@ -96,7 +96,7 @@ def shards_over_steps(zero_to_none: bool) -> list[str]:
                 wrong.append(f"step {step}: {name} is another object")
             if parameter._local_tensor.data_ptr() != addresses[name]:
                 wrong.append(f"step {step}: {name} has moved")
-            if (
+            if not zero_to_none and (
                 grads.setdefault(name, parameter.grad._local_tensor.data_ptr())
                 != parameter.grad._local_tensor.data_ptr()
             ):
