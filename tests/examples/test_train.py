@@ -158,6 +158,17 @@ def test_under_torchrun(tmp_path: Path, text: Path) -> None:
     }
 
 
+@pytest.mark.gpu
+def test_on_the_gpus_there(tmp_path: Path, text: Path) -> None:
+    environment = {key: value for key, value in ENVIRONMENT.items() if key != "CUDA_VISIBLE_DEVICES"}
+    command = [sys.executable, str(TRAIN), *SMALL, "--optimizer", "muon", "--data", str(text), "--steps", "20"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert "x cuda" in done.stdout
+    curve = losses(tmp_path / "runs/train")
+    assert curve[19] < curve[0] - 0.3
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
