@@ -162,6 +162,7 @@ def test_under_torchrun(tmp_path: Path, text: Path) -> None:
 def test_on_the_gpus_there(tmp_path: Path, text: Path) -> None:
     environment = {key: value for key, value in ENVIRONMENT.items() if key != "CUDA_VISIBLE_DEVICES"}
     command = [sys.executable, str(TRAIN), *SMALL, "--optimizer", "muon", "--data", str(text), "--steps", "20"]
+    command += ["--global-batch", "32"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert "x cuda" in done.stdout
