@@ -18,7 +18,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,6 @@ class FlatBuffer:
         self.full: DBuffer | None = None
         self.full_grads: DBuffer | None = None
         self.grads: DBuffer | None = None
-        self.scratch: Lease | None = None
         # HSDP without all-reduce: the sum of this replica's reduced gradients so far.
         self.carry: DBuffer | None = None
         # Between forward and backward, when resharding to a smaller group: this rank's part of the whole buffer.
@@ -104,9 +103,6 @@ class FlatBuffer:
             assert self.full is not None
             dtype = reduce_dtype or self.full.dtype
             self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label="gradients", owner=owner)
-            if self.scratch is None and (numel := self.full_grads.scratch_numel()):
-                self.scratch = pool.lease(numel, dtype, "scratch", owner)
-                self.scratch.release()
         return self.full_grads
 
     def adopt_gradients(self) -> None:
@@ -168,8 +164,9 @@ class Bucket:
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
         self.replicate_dim = replicate_dim
-        # Called when the last gradient of a graph task has come.
+        # Called when the last gradient of a graph task has come / before memory for unreduced gradients is taken.
         self.on_complete: Callable[[], None] = lambda: None
+        self.on_open: Callable[[], None] = lambda: None
         self.pool: Pool | None = None
         self.streams: CommStreams | None = None
 
@@ -189,6 +186,7 @@ class Bucket:
         self.is_unsharded = False
         self._gathers: list[Pending] = []
         self._reductions: list[tuple[FlatBuffer, Pending]] = []
+        self._scratch: Lease | None = None
         self._hooked = False
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
@@ -391,6 +389,7 @@ class Bucket:
         assert self.pool is not None
         full_grads = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
         if not full_grads.held:
+            self.on_open()
             self._note("gradient", buffer.parameters[index].name)
             full_grads.acquire()
             full_grads.zero_gaps_()
@@ -438,51 +437,56 @@ class Bucket:
         """Start the reduction of what has been written; parameters without a gradient count as zero."""
         assert self.pool is not None and self.streams is not None
         streams = self.streams
-        divide_by = float(self.ranks) if self.divide_factor is None else self.divide_factor
         self._announce("reduce_scatter")
-        self._note("reduce")
         streams.after_compute(streams.reduce)
         with (
             streams.on(streams.reduce),
             torch.no_grad(),
             torch.profiler.record_function(f"fsdp.reduce_scatter ({self.name})"),
         ):
-            for buffer in self.buffers:
-                if not buffer.trainable:
-                    continue
-                full_grads, grads = self._open_gradients(buffer, 0), buffer.open_grads()
-                for index, parameter in enumerate(buffer.parameters):
-                    if not parameter.written:
-                        full_grads.views[index].zero_()
-                    parameter.written = False
-                accumulate = any(p.accumulates for p in buffer.parameters)
-                if not self._carries:
-                    for index, parameter in enumerate(buffer.parameters):
-                        if accumulate and not parameter.accumulates:
-                            grads.views[index].zero_()
-                        parameter.accumulates = True
+            trainable = [buffer for buffer in self.buffers if buffer.trainable]
+            whole = [self._open_gradients(buffer, 0) for buffer in trainable]
+            self._note("reduce")
+            for buffer, full_grads, scratch in zip(trainable, whole, self._take_scratch(whole), strict=True):
                 self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
-                scratch = None
-                if buffer.scratch is not None:
-                    buffer.scratch.acquire()
-                    scratch = buffer.scratch.tensor
-                if self._carries:
-                    carrying = buffer.carry is not None
-                    if buffer.carry is None:
-                        buffer.carry = buffer.params.like(full_grads.dtype)
-                    pending = full_grads.reduce_scatter(buffer.carry, accumulate=carrying, scratch=scratch)
-                else:
-                    pending = full_grads.reduce_scatter(
-                        grads,
-                        divide_by=divide_by,
-                        accumulate=accumulate,
-                        scratch=scratch,
-                        replicate_dim=self.replicate_dim,
-                        carry=buffer.carry,
-                    )
-                self._reductions.append((buffer, pending))
+                self._reductions.append((buffer, self._reduce_buffer(buffer, full_grads, scratch)))
         self.reduced, self.unreduced = True, False
         self.published = not self._carries
+
+    def _take_scratch(self, whole: Sequence[DBuffer]) -> Iterator[Tensor | None]:
+        """Memory for what the peers send, for each buffer."""
+        assert self.pool is not None
+        wanted = [full_grads.scratch_nbytes() for full_grads in whole]
+        if not any(wanted):
+            return itertools.repeat(None, len(wanted))
+        self._scratch = self.pool.scratch(sum(wanted), self.name)
+        parts = self._scratch.tensor[: sum(wanted)].split(wanted)
+        return (part.view(full_grads.dtype) for part, full_grads in zip(parts, whole, strict=True))
+
+    def _reduce_buffer(self, buffer: FlatBuffer, full_grads: DBuffer, scratch: Tensor | None) -> Pending:
+        for parameter, view in zip(buffer.parameters, full_grads.views, strict=True):
+            if not parameter.written:
+                view.zero_()
+            parameter.written = False
+        if self._carries:
+            carrying = buffer.carry is not None
+            if buffer.carry is None:
+                buffer.carry = buffer.params.like(full_grads.dtype)
+            return full_grads.reduce_scatter(buffer.carry, accumulate=carrying, scratch=scratch)
+        grads = buffer.open_grads()
+        accumulate = any(parameter.accumulates for parameter in buffer.parameters)
+        for parameter, view in zip(buffer.parameters, grads.views, strict=True):
+            if accumulate and not parameter.accumulates:
+                view.zero_()
+            parameter.accumulates = True
+        return full_grads.reduce_scatter(
+            grads,
+            divide_by=float(self.ranks) if self.divide_factor is None else self.divide_factor,
+            accumulate=accumulate,
+            scratch=scratch,
+            replicate_dim=self.replicate_dim,
+            carry=buffer.carry,
+        )
 
     def finish_reduce(self) -> None:
         """Wait for the reduction; the sharded gradients hold their values afterwards."""
@@ -494,12 +498,13 @@ class Bucket:
         with self.streams.on(self.streams.reduce), torch.no_grad():
             for buffer, pending in reductions:
                 pending.wait()
-                if buffer.scratch is not None:
-                    buffer.scratch.release()
                 assert buffer.full_grads is not None
                 buffer.full_grads.release()
                 if self.published:
                     buffer.carry = None
+            if self._scratch is not None:
+                self._scratch.release()
+                self._scratch = None
         self._note("reduced")
 
     @property
@@ -566,7 +571,7 @@ class Bucket:
                     home.requires_grad_(parameter.sharded.requires_grad)
                     _move_into(parameter.sharded, home)
             buffer.params = params
-            buffer.full = buffer.full_grads = buffer.grads = buffer.carry = buffer.scratch = buffer.kept = None
+            buffer.full = buffer.full_grads = buffer.grads = buffer.carry = buffer.kept = None
             for parameter in buffer.parameters:
                 parameter.full = parameter.place = parameter.edge = None
                 parameter.sharded.grad = None

@@ -64,7 +64,7 @@ class State:
     ) -> None:
         self.modules = list(modules)
         self.bucket = bucket
-        bucket.on_complete = self._gradients_complete
+        bucket.on_complete, bucket.on_open = self._gradients_complete, self._gradients_open
         self.device = device
         self.mp_policy = mp_policy
         # None: as torch, True for all but the root; and, with ours, for all but the bucket that backward starts with.
@@ -237,6 +237,10 @@ class State:
         if call not in awaited and (count := sum(map(_will_run, inputs))):
             awaited[call] = count
         self.schedule.before_backward(self.bucket, [s.bucket for s in reversed(self.backward_prefetch)])
+
+    def _gradients_open(self) -> None:
+        if self.schedule is not None:
+            self.schedule.before_gradients()
 
     def _gradients_complete(self) -> None:
         assert self.schedule is not None

@@ -29,7 +29,7 @@ from torch import nn
 
 from fsdp.bucket import Bucket
 from fsdp.hooks import State, state_of
-from ragged_shard.planner import BufferPlan, TensorSpec, plan_bucket
+from ragged_shard.planner import TensorSpec, plan_bucket
 from ragged_shard.pool import Event, Lease, Pool
 
 __all__ = ["Cluster", "Prediction", "Profile", "plot", "predict", "record", "scaling"]
@@ -208,23 +208,24 @@ class _Replay:
 
     def __init__(self, name: str, groups: Sequence[_Group], cluster: Cluster, pool: Pool) -> None:
         ranks = cluster.ranks
-        self.full: list[tuple[BufferPlan, Lease]] = []
-        self.grads: list[tuple[BufferPlan, Lease, Lease | None]] = []
+        self.full: list[Lease] = []
+        self.grads: list[Lease] = []
+        self.scratch_bytes = 0
+        self.scratch: Lease | None = None
         self.home: dict[str, int] = {}
         self.parameter_bytes = self.gradient_bytes = 0
         for group in groups:
             for plan in plan_bucket(group.specs, ranks).buffers:
                 numel = plan.shard * ranks
                 self.parameter_bytes += plan.shard * group.param_itemsize
-                self.full.append((plan, _released(pool, numel * group.full_itemsize, "parameters", name)))
+                self.full.append(_released(pool, numel * group.full_itemsize, "parameters", name))
                 if not group.trainable:
                     continue
                 self.gradient_bytes += plan.shard * group.param_itemsize
                 self.home |= {tensor: len(self.grads) for tensor, _ in plan.starts}
-                scratch = None
-                if cluster.gloo and ranks > 1:
-                    scratch = _released(pool, plan.shard * (ranks - 1) * group.reduce_itemsize, "scratch", name)
-                self.grads.append((plan, _released(pool, numel * group.reduce_itemsize, "gradients", name), scratch))
+                self.grads.append(_released(pool, numel * group.reduce_itemsize, "gradients", name))
+                if cluster.gloo:
+                    self.scratch_bytes += plan.shard * (ranks - 1) * group.reduce_itemsize
 
 
 def _released(pool: Pool, nbytes: int, label: str, owner: str) -> Lease:
@@ -248,7 +249,7 @@ def predict(profile: Profile, cluster: Cluster) -> Prediction:
         computed += seconds / cluster.compute_scale
         bucket = replays[name]
         if action == "unshard":
-            for _, lease in bucket.full:
+            for lease in bucket.full:
                 lease.acquire()
                 took = cluster.seconds(lease.tensor.numel(), cluster.ranks)
                 gather_free = max(now, gather_free) + took
@@ -258,15 +259,15 @@ def predict(profile: Profile, cluster: Cluster) -> Prediction:
         elif action == "gathered":
             now = max(now, arrives.get(name, now))
         elif action == "reshard":
-            for _, lease in bucket.full:
+            for lease in bucket.full:
                 lease.release()
         elif action == "gradient":
-            bucket.grads[bucket.home[label]][1].acquire()
+            bucket.grads[bucket.home[label]].acquire()
         elif action == "reduce":
-            for _, lease, scratch in bucket.grads:
+            if bucket.scratch_bytes:
+                bucket.scratch = pool.scratch(bucket.scratch_bytes, name)
+            for lease in bucket.grads:
                 lease.acquire()
-                if scratch is not None:
-                    scratch.acquire()
                 took = cluster.seconds(lease.tensor.numel(), cluster.ranks)
                 reduce_free = max(now, reduce_free) + took
                 busy += took
@@ -274,10 +275,10 @@ def predict(profile: Profile, cluster: Cluster) -> Prediction:
             arrives["reduce " + name] = reduce_free
         elif action == "reduced":
             now = max(now, arrives.get("reduce " + name, now))
-            for _, lease, scratch in bucket.grads:
-                if scratch is not None:
-                    scratch.release()
+            for lease in bucket.grads:
                 lease.release()
+            if bucket.scratch is not None:
+                bucket.scratch.release()
     return Prediction(
         cluster=cluster,
         collectives=tuple(collectives),

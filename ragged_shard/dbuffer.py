@@ -327,9 +327,9 @@ class DBuffer:
 
         return Pending((), over_replicas)
 
-    def scratch_numel(self) -> int:
-        """Elements that ``reduce_scatter`` wants as scratch."""
-        return reduce_scatter_scratch_numel(self.flat, self.layout.group)
+    def scratch_nbytes(self) -> int:
+        """Bytes of scratch that ``reduce_scatter`` wants, a multiple of 128 for aligned plans."""
+        return reduce_scatter_scratch_numel(self.flat, self.layout.group) * self.dtype.itemsize
 
     def all_reduce(self, mesh_dim: int) -> Pending:
         """Sum in place over one mesh dimension."""

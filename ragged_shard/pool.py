@@ -107,6 +107,7 @@ class Pool:
         # A list to be filled with what happens, or None: nothing is recorded.
         self.timeline: list[Event] | None = None
         self._free: dict[int, list[_Block]] = defaultdict(list)
+        self._scratch: Lease | None = None
 
     def note(self, action: str, label: str, owner: str, nbytes: int) -> None:
         """Put an event on the timeline, if one is kept."""
@@ -116,6 +117,24 @@ class Pool:
     def lease(self, numel: int, dtype: torch.dtype, label: str = "", owner: str = "") -> Lease:
         """A flat tensor of ``numel`` elements, holding memory (undefined contents)."""
         return Lease(self, numel, dtype, label, owner)
+
+    def scratch(self, nbytes: int, owner: str = "") -> Lease:
+        """One region of bytes, held, for the reduction in flight (one at a time); it grows to the largest one asked for."""
+        if self._scratch is not None and self._scratch.held:
+            raise RuntimeError(f"{owner}: the scratch memory of this pool is in use by {self._scratch.owner}")
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            if self._scratch is not None:
+                self._drop(self._scratch.nbytes)
+            self._scratch = Lease(self, nbytes, torch.uint8, "scratch", owner)
+        self._scratch.owner = owner
+        self._scratch.acquire()
+        return self._scratch
+
+    def _drop(self, nbytes: int) -> None:
+        """Free one unused block of that size."""
+        if self._free[nbytes]:
+            self._free[nbytes].pop()
+            self.ledger.held -= nbytes
 
     def trim(self) -> None:
         """Free every block that is not in use."""
