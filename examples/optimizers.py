@@ -43,20 +43,20 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     if args.optimizer == "torch-adamw":
         return torch.optim.AdamW(model.parameters(), args.lr, BETAS, weight_decay=decay)
     kind, rest = {
-        "adamw": (ragged_optim.AdamW, {"betas": BETAS}),
-        "adam": (ragged_optim.Adam, {"betas": BETAS}),
-        "sgd": (ragged_optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        "lion": (ragged_optim.Lion, {}),
-        "adamw8bit": (ragged_optim.AdamW8bit, {"betas": BETAS}),
-        "adam8bit": (ragged_optim.Adam8bit, {"betas": BETAS}),
-        "muon": (ragged_optim.Muon, {"ns_dtype": getattr(torch, args.ns_dtype)}),
-        "normuon": (ragged_optim.NorMuon, {"ns_dtype": getattr(torch, args.ns_dtype)}),
-        "shampoo": (ragged_optim.Shampoo, {"betas": BETAS}),
-        "soap": (ragged_optim.SOAP, {}),
+        "adamw": ("AdamW", {"betas": BETAS}),
+        "adam": ("Adam", {"betas": BETAS}),
+        "sgd": ("SGD", {"momentum": 0.9, "nesterov": True}),
+        "lion": ("Lion", {}),
+        "adamw8bit": ("AdamW8bit", {"betas": BETAS}),
+        "adam8bit": ("Adam8bit", {"betas": BETAS}),
+        "muon": ("Muon", {"ns_dtype": getattr(torch, args.ns_dtype)}),
+        "normuon": ("NorMuon", {"ns_dtype": getattr(torch, args.ns_dtype)}),
+        "shampoo": ("Shampoo", {"betas": BETAS}),
+        "soap": ("SOAP", {}),
     }[args.optimizer]
     if args.optimizer in ("adam", "adam8bit", "sgd"):  # these add the decay to the gradient: another thing
         decay = 0.0
     if args.optimizer in ("muon", "normuon", "shampoo", "soap"):
         rest |= {"adamw_lr": args.aux_lr, "adamw_betas": BETAS, "adamw_weight_decay": decay}
     named = list(model.named_parameters())
-    return kind(named, args.lr, weight_decay=decay, orig_param_policy=policy(args), **rest)
+    return getattr(ragged_optim, kind)(named, args.lr, weight_decay=decay, orig_param_policy=policy(args), **rest)
