@@ -360,6 +360,21 @@ def test_it_starts_at_once_and_without_torch() -> None:
     assert min(seconds) < 0.3
 
 
+def test_a_bar_after_a_second_on_a_terminal(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, tiny, "--ranks", "2,4,8")
+    assert capsys.readouterr().err == "", "nothing where stderr is no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    ticks = iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: 0.4 * next(ticks))
+    assert main([tiny, "--ranks", "2,4,8"]) == 0
+    out, err = capsys.readouterr()
+    assert "] 9/9" in err
+    assert err.endswith("\r"), "the bar is wiped"
+    assert "]" not in out.splitlines()[0]
+
+
 def test_sixteen_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
     run(capsys, str(DATA / "kimi-k2-1t.per-expert.json"), "--ranks", "16384", "--block", "rows=32", "--json")
