@@ -18,7 +18,7 @@ COLOURS = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2", "#edc948", "#f
 def read_metrics(folder: Path, key: str) -> dict[int, float]:
     """``key`` of each step in metrics.jsonl; a step that was trained again after a resume counts as it was last."""
     entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return dict(sorted((entry["step"], entry[key]) for entry in entries if key in entry))
+    return dict(sorted({entry["step"]: entry[key] for entry in entries if key in entry}.items()))
 
 
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
