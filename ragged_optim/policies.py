@@ -47,11 +47,10 @@ __all__ = [
 _TABLES = re.compile(
     r"""^(
       .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.*
-    | .*_embed | wte | wpe | shared | relative_attention_bias | rel_pos.* | pos_emb.* | position.* | .*_token
-    | lm_head | head | heads | output | embed_out | unembed | output_projection | classifier | scores?
-    | qa_outputs | vocab_projector | predictions | cls
-    | router | gate | wg | gating | routers | switch
-    | A_log | dt_bias | D
+    | .*_embed | tokens? | positions? | .*vocab.* | wte | wpe | shared | relative_attention_bias | rel_pos.* |
+    pos_emb.* | position.* | .*_token | lm_head | head | heads | output | embed_out | unembed | output_projection |
+    classifier | scores? | qa_outputs | vocab_projector | predictions | cls | router | gate | wg | gating | routers |
+    switch | A_log | dt_bias | D
     )$""",
     re.VERBOSE,
 )

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["adamw8bit_kernel", "build"]
+__all__ = ["MuonKernel", "adamw8bit_kernel", "build", "muon_kernel"]
 
 # No -march=native: with 512-bit vectors g++ packs 64 bytes at a time, and a tile is 32 wide. Contraction off: see the
 # source.
@@ -71,18 +71,23 @@ class Scalars(Protocol):
     l2: float
 
 
+def _load(name: str) -> ctypes.CDLL | None:
+    if os.environ.get("RAGGED_OPTIM_KERNELS", "1") == "0":
+        return None
+    library = build(name)
+    try:
+        return None if library is None else ctypes.CDLL(str(library))
+    except OSError:
+        return None
+
+
 @functools.cache
 def adamw8bit_kernel() -> Callable[..., list[int]] | None:
     """The step of AdamW8bit on one segment, or ``None`` where the eager code has to do."""
-    if os.environ.get("RAGGED_OPTIM_KERNELS", "1") == "0":
-        return None
-    library = build("adamw8bit")
+    library = _load("adamw8bit")
     if library is None:
         return None
-    try:
-        function = ctypes.CDLL(str(library)).ragged_adamw8bit
-    except (OSError, AttributeError):
-        return None
+    function = library.ragged_adamw8bit
     function.restype = ctypes.c_int64
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [
@@ -128,3 +133,31 @@ def adamw8bit_kernel() -> Callable[..., list[int]] | None:
         return list(bad[: min(found, ROOM)])
 
     return step
+
+
+class MuonKernel:
+    """Muon's two element-wise passes on contiguous fp32 tensors with bf16 directions and updates."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._direction, self._apply = library.ragged_muon_direction, library.ragged_muon_apply
+        self._direction.restype = self._apply.restype = None
+        self._direction.argtypes = [pointer, pointer, pointer, number, ctypes.c_double, ctypes.c_int32]
+        self._apply.argtypes = [pointer, pointer, number, ctypes.c_float, ctypes.c_float]
+
+    def direction(self, buf: Tensor, grad: Tensor, momentum: float, *, nesterov: bool) -> Tensor:
+        """Advances ``buf``; returns the bf16 direction."""
+        out = torch.empty(grad.shape, dtype=torch.bfloat16)
+        self._direction(buf.data_ptr(), grad.data_ptr(), out.data_ptr(), grad.numel(), momentum, int(nesterov))
+        return out
+
+    def apply(self, param: Tensor, update: Tensor, shrink: float, alpha: float) -> None:
+        """``param = param * shrink + alpha * update``."""
+        self._apply(param.data_ptr(), update.data_ptr(), param.numel(), shrink, alpha)
+
+
+@functools.cache
+def muon_kernel() -> MuonKernel | None:
+    """Muon's element-wise passes in one go over memory, or ``None`` where torch's operations have to do."""
+    library = _load("muon")
+    return None if library is None else MuonKernel(library)

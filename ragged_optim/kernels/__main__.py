@@ -2,5 +2,5 @@
 
 from ragged_optim.kernels import build
 
-for name in ("adamw8bit",):
+for name in ("adamw8bit", "muon"):
     print(f"{name}: {build(name) or 'not built (no C++ compiler); the eager code will be used'}")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import newton_schulz as ns
+from ragged_optim.kernels import MuonKernel, muon_kernel
 from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
@@ -76,6 +77,9 @@ class MuonRule(MatrixRule):
     def direction(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Tensor:
         buf, momentum = state["momentum_buffer"], float(group["momentum"])
         grad = grad.to(buf.dtype)
+        kernel = _kernel_for(buf, grad) if group["ns_dtype"] == torch.bfloat16 else None
+        if kernel is not None:
+            return kernel.direction(buf, grad, momentum, nesterov=bool(group["nesterov"]))
         buf.lerp_(grad, 1 - momentum)
         if group["nesterov"]:
             return grad.lerp(buf, momentum)
@@ -85,11 +89,23 @@ class MuonRule(MatrixRule):
         return ns.newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], float(group["eps"]))
 
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
+        alpha = -learning_rate(group) * adjusted(group["adjust_lr_fn"], shape)
+        if group["weight_decay_mode"] == "decoupled" and update.dtype == torch.bfloat16:
+            kernel = _kernel_for(param, update)
+            if kernel is not None:
+                kernel.apply(param, update, 1 - learning_rate(group) * float(group["weight_decay"]), alpha)
+                return
         work = wide(param)
         decay(work, update, group)
-        work.add_(update, alpha=-learning_rate(group) * adjusted(group["adjust_lr_fn"], shape))
+        work.add_(update, alpha=alpha)
         if work is not param:
             param.copy_(work)
+
+
+def _kernel_for(fp32: Tensor, other: Tensor) -> MuonKernel | None:
+    """The C++ passes, where they fit; they round as the torch operations beside them, bit for bit."""
+    fits = fp32.device.type == "cpu" and fp32.dtype == torch.float32
+    return muon_kernel() if fits and fp32.is_contiguous() and other.is_contiguous() else None
 
 
 class NorMuonRule(MuonRule):
