@@ -251,8 +251,8 @@ class Trainer:
             done, last = step + 1, step + 1 == args.steps
             stopped = stopped and not last
             speed = tokens / seconds if seconds else 0.0
-            shown = f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {self.peak.bytes / 2**20:.1f} MiB"
-            bar.set_postfix_str(shown, refresh=False)
+            known = f", {speed:,.0f} tokens/s, peak {self.peak.bytes / 2**20:.1f} MiB" if seconds else ""
+            bar.set_postfix_str(f"loss {loss:.3f}{known}", refresh=False)
             bar.update()
             if last or stopped or done % args.save_every == 0:
                 checkpoint.save(self.folder, done, self.model, self.optimizer)
