@@ -1,14 +1,14 @@
 """The smallest shard that a search finds for one flat buffer, and the layout that fits into it.
 
 For a given shard S one tensor has an earliest valid start at or after any position, found in constant time, and it
-never moves left when that position moves right. So for a given *order* of the tensors greedy is optimal, and what
-is left to
-search is the order and S. Tensors are handled as kinds (equal ones are interchangeable), a layout is a list of runs::
+never moves left when that position moves right. So for a given *order* of the tensors greedy is optimal, and what is
+left to search is the order and S. Tensors are handled as kinds (equal ones are interchangeable), a layout is a list
+of runs::
 
     (kind, start, copies)      that many equal tensors side by side from start on
 
-Which S: whether S fits is not monotone in S, but nearly so along the multiples of the blocks that have to divide it.
-The targets of the lower bound name these multiples; each is searched by galloping and bisecting.
+Which S: whether S fits is not monotone in S, but nearly so along the multiples of a block that divides it. The targets
+of the lower bound name the multiples that matter; each is searched by bisection, coarse ones first.
 
 Work is counted in steps, never in time, so a layout does not depend on the machine.
 """
@@ -16,7 +16,7 @@ Work is counted in steps, never in time, so a layout does not depend on the mach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -27,16 +27,16 @@ __all__ = ["Layout", "Run", "earliest", "fit", "pack", "pack_exactly", "paper_se
 
 Run = tuple[int, int, int]
 
-WORK_LIMIT = 50000  # steps of one search, each about half a microsecond
+WORK_LIMIT = 50_000  # steps of one search, each below half a microsecond
 EXACT_STEPS = 3_000  # steps of one exact packing
 EXHAUSTIVE_STEPS = 40_000  # steps of trying every shard exactly
+ATTEMPTS = 9  # orders tried for one shard
 PAPER_TENSORS = 256  # more tensors than these: the paper's search in declared order is not among our candidates
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A buffer of shards of ``shard`` elements; none is smaller than ``lower_bound``. ``target``: what that bound
-    rests on."""
+    """A buffer with shards of ``shard`` elements. None is smaller than ``lower_bound``, which rests on ``target``."""
 
     shard: int
     runs: tuple[Run, ...]
@@ -55,8 +55,7 @@ class Budget:
 
 
 def earliest(p: int, numel: int, block: int, shard: int) -> int:
-    """The least start >= ``p`` of a tensor such that no multiple of ``shard`` cuts a block of it; -1 if there is
-    none."""
+    """The least start >= ``p`` of a tensor of which no multiple of ``shard`` cuts a block; -1 if there is none."""
     inside = p % shard
     if inside + numel <= shard:
         return p
@@ -217,39 +216,49 @@ class _Search:
         if any(shard % k.block and threshold(k.numel, k.block) > shard < k.numel for k in self.kinds):
             self.budget.steps -= len(self.kinds)
             return None
-        attempts = list(self._attempts(shard))
         # what worked for the last shard is likely to work again
-        for index in sorted(range(len(attempts)), key=lambda i: i != self.favourite):
-            order, tolerance = attempts[index]
-            ordered = [self.kinds[i] for i in order]
-            fillers = range(len(order))
+        for attempt in (self.favourite, *(i for i in range(ATTEMPTS) if i != self.favourite)):
+            order, tolerance = self._attempt(attempt, shard)
             runs = pack(
-                ordered, shard, shard * self.world_size, tolerance=tolerance, fillers=fillers, budget=self.budget
+                [self.kinds[i] for i in order],
+                shard,
+                shard * self.world_size,
+                tolerance=tolerance,
+                fillers=range(len(order)),
+                budget=self.budget,
             )
             if runs is not None:
-                self.favourite = index
+                self.favourite = attempt
                 return [(order[i], start, count) for i, start, count in runs]
             if self.budget.steps < 0:
                 return None
         return self._best_order(shard)
 
-    def _attempts(self, shard: int) -> Iterator[tuple[list[int], int | None]]:
-        """(order of the kinds, tolerance) for ``pack``, the most successful first."""
+    def _attempt(self, attempt: int, shard: int) -> tuple[list[int], int | None]:
+        """(order of the kinds, tolerance) for ``pack``, the most successful first: 0 alone solves 98 % of real cases.
+
+        The others were chosen as a set that covers every shard of the tables of expected plans.
+        """
         kinds, bound, free = self.kinds, self.bound, self.free
         off = [i for i in bound if shard % kinds[i].block]
         on = [i for i in bound if not shard % kinds[i].block]
-        by_numel = sorted(off, key=lambda i: (-kinds[i].numel, -kinds[i].block))
         # what every boundary may cost on average: padding, and the free tensors that fill gaps
         share = (shard * self.world_size - self.numel + self.free_numel) // self.world_size
-        yield [*by_numel, *on, *free], share // 2
-        yield [*bound, *free], share
-        yield [*on, *off, *free], 0
-        yield [*off, *on[::-1], *free], self.largest
-        yield [*bound, *free], 0
-        yield [*by_numel, *on, *free], 3 * share
-        yield [*on, *off, *free], None
-        yield [*self.by_volume, *free], None
-        yield [*self.by_volume[:2], *self.by_volume[:1:-1], *free], share
+        if attempt in (0, 5):
+            # long tensors first, so that the short ones are left to fit between; wide gaps let them alternate
+            off.sort(key=lambda i: (-kinds[i].numel, -kinds[i].block))
+            return [*off, *on, *free], share // 2 if attempt == 0 else 3 * share
+        if attempt in (1, 4):
+            return [*bound, *free], share if attempt == 1 else 0
+        if attempt in (2, 6):
+            return [*on, *off, *free], 0 if attempt == 2 else None
+        if attempt == 3:
+            return [*off, *on[::-1], *free], self.largest
+        by_volume = self.by_volume
+        if attempt == 7:
+            return [*by_volume, *free], None
+        # two kinds make most of the bucket; the smallest of the others shift them against the boundaries
+        return [*by_volume[:2], *by_volume[:1:-1], *free], share
 
     def _exact_kinds(self) -> tuple[int, int]:
         """How many kinds, the largest first, an exact packing can take, and the steps it costs then."""
@@ -279,8 +288,7 @@ class _Search:
         return packed and [(order[i], start, count) for i, start, count in packed]
 
     def descend(self, first: int, step: int, best: int) -> tuple[int, list[Run]] | None:
-        """The least of first, first + step, ... below ``best`` that fits, if fitting were monotone; None if none is
-        found."""
+        """The least of first, first + step, ... below ``best`` that fits, if fitting is monotone there, or None."""
         low, high = -1, (best - 1 - first) // step + 1
         found = None
         middle = 0
@@ -294,8 +302,7 @@ class _Search:
         return found
 
     def above(self, bound: int) -> tuple[int, list[Run]]:
-        """A small shard above ``bound``, which does not fit. Coarse steps first: they bring the incumbent down
-        quickly."""
+        """A small shard above ``bound``, which does not fit. Coarse steps first: they find good shards quickly."""
         best, runs = safe_shard(self.kinds, self.world_size, self.alignment), None
         firsts = {step: round_up(bound + 1, step) for step in more_steps(self.kinds, self.alignment)}
         goals = targets(self.kinds, self.world_size, self.alignment)
