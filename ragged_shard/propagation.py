@@ -460,9 +460,9 @@ def _lists(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding:
         rest = [[a[j] for j in others] if i in listed else a for i, a in enumerate(args)]
         sharding = _stock_list(stock, OpSchema(op, tuple(rest), kwargs, schema_info=schema.schema_info))
         if metas is not None:
-            found: Any = sharding.output_spec or [
-                _output(metas[j], args[0][j].mesh, args[0][j].placements) for j in others
-            ]
+            found: Any = sharding.output_spec
+            if found is None:
+                found = [_output(metas[j], args[0][j].mesh, args[0][j].placements) for j in others]
             for j, spec in zip(others, found, strict=True):
                 results[j] = spec
         if sharding.needs_redistribute and sharding.redistribute_schema is not None:
