@@ -15,7 +15,6 @@ import json
 import math
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +26,8 @@ if __name__ == "__main__":  # the import path of a script begins with its folder
 import torch
 import torch.distributed as dist
 
-from benchmarks import counting, models, ranks, variants
-from benchmarks.heap import Heap, preload
-from benchmarks.ratios import Ratio, paired_ratio
+from benchmarks import counting, models, ranks, report, variants
+from benchmarks.heap import Heap
 from benchmarks.rounds import Round, run_rounds
 
 WARM_UPS = 2
@@ -67,7 +65,7 @@ def measure(send: Callable[[Any], None], plan: Plan) -> None:
     Rank 0 sends ("note", text), ("counts", variant, figures), ("round", Round) and last ("losses", {variant: loss}).
     """
     tell = send if dist.get_rank() == 0 else lambda _: None
-    batch = _batch(plan)
+    batch = make_batch(plan)
     # What a process allocates once (imports, the kernels' scratch memory) must not count as the first variant's.
     variants.build("local", models.build(plan.model), batch, plan.options).step()
     trainings: dict[str, variants.Training] = {}
@@ -95,7 +93,8 @@ def measure(send: Callable[[Any], None], plan: Plan) -> None:
     tell(("losses", {name: _mean(training.loss) for name, training in trainings.items()}))
 
 
-def _batch(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets of this rank, (batch, length) each."""
     config = models.MODELS[plan.model]
     generator = torch.Generator().manual_seed(plan.seed * 1000 + dist.get_rank())
     tokens = torch.randint(config.vocabulary, (plan.batch, plan.length + 1), generator=generator)
@@ -107,7 +106,7 @@ def _build_and_count(
 ) -> tuple[variants.Training, counting.OperationCounter, dict[str, Any]]:
     # Nor must what the variant itself imports.
     tiny = dataclasses.replace(plan, model="tiny", length=8)
-    variants.build(name, models.build("tiny"), _batch(tiny), plan.options).step()
+    variants.build(name, models.build("tiny"), make_batch(tiny), plan.options).step()
     heap = Heap.here()
     before = _resting(heap)
     training = variants.build(name, models.build(plan.model), batch, plan.options)
@@ -131,6 +130,7 @@ def _build_and_count(
         "live_state_bytes": counting.live_bytes(training.state()),
         "high_water_bytes": allocations.high_water if heap is None else high_water,
         "held_bytes": held,
+        "peak_bytes": held + high_water,
         "allocations": allocations.times,
         "communication_buffers_allocated": allocations.buffers,
         "communication_bytes_allocated": allocations.buffer_bytes,
@@ -214,21 +214,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(plan.variants) <= set(found.counts):
         print("error: ended before every variant was counted; nothing is written", file=sys.stderr)
         return 1
-    report = _report(plan, args, found, control if control in names else None)
+    made = _report(plan, args, found, control if control in names else None)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    _show(report)
+        args.json.write_text(json.dumps(made, indent=1) + "\n")
+    _show(made)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks/step.py", description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(prog="benchmarks/step.py", description=__doc__, formatter_class=report.Formatter)
     parser.add_argument("--model", choices=list(models.MODELS), default="gpt15", help="see benchmarks/models.py")
-    parser.add_argument("--world-size", type=_positive, default=2, help="processes on this machine")
+    report.add_common_arguments(parser)
     parser.add_argument("--variants", default="fsdp2,ours", help="comma separated; ratios are to the first one")
-    parser.add_argument("--rounds", type=_not_negative, default=30, help="0: counts only")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no round begins later than this")
     parser.add_argument("--optimizer", choices=variants.OPTIMIZERS, default=variants.OPTIMIZERS[0])
     parser.add_argument(
         "--reshard",
@@ -236,31 +234,10 @@ def _parser() -> argparse.ArgumentParser:
         default="always",
         help="reshard_after_forward of every block and the root: True, None or False",
     )
-    parser.add_argument("--malloc", choices=["tuned", "default"], default="tuned", help="glibc settings of all ranks")
-    parser.add_argument("--batch", type=_positive, default=2, help="sequences per rank")
-    parser.add_argument("--length", type=_positive, default=None, help="tokens per sequence (all positions)")
-    parser.add_argument("--seed", type=int, default=0, help="of the data and of the order within a round")
+    parser.add_argument("--length", type=report.positive, default=None, help="tokens per sequence (all positions)")
     parser.add_argument("--no-control", action="store_true", help="leave out the second instance of the first variant")
     parser.add_argument("--json", type=Path, default=None, help="file for every round and every figure")
     return parser
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
 
 
 @dataclasses.dataclass
@@ -273,24 +250,13 @@ class _Found:
 
 
 def _watch(plan: Plan, args: argparse.Namespace, found: _Found) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
-    with progress, tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        environment = ranks.malloc_settings(args.malloc) | preload(directory)
-        task = progress.add_task("start ranks", total=plan.rounds or None)
-        for kind, *content in ranks.stream(args.world_size, measure, plan, environment=environment):
-            if kind == "note":
-                progress.update(task, description=content[0])
-            elif kind == "counts":
-                found.counts[content[0]] = content[1]
-            elif kind == "round":
-                found.rounds.append(content[0])
-                progress.update(task, advance=1, description="rounds")
-            elif kind == "losses":
-                found.losses = content[0]
+    for kind, *content in report.watch(args.world_size, measure, plan, malloc=args.malloc, rounds=plan.rounds):
+        if kind == "counts":
+            found.counts[content[0]] = content[1]
+        elif kind == "round":
+            found.rounds.append(content[0])
+        elif kind == "losses":
+            found.losses = content[0]
 
 
 def _report(plan: Plan, args: argparse.Namespace, found: _Found, control: str | None) -> dict[str, Any]:
@@ -298,16 +264,8 @@ def _report(plan: Plan, args: argparse.Namespace, found: _Found, control: str | 
     params_bytes = found.counts["local"]["live_param_bytes"]
     figures: dict[str, dict[str, Any]] = {}
     for name in plan.variants:
-        cpu = _ratio(found.rounds, name, base, "cpu")
-        wall = _ratio(found.rounds, name, base, "wall")
-        against = {other: _ratio(found.rounds, name, other, "cpu") for other in plan.variants if found.rounds}
-        figures[name] = {
-            **found.counts[name],
-            "cpu_ratio": cpu and cpu.to_json(),
-            "wall_ratio": wall and wall.to_json(),
-            "cpu_ratio_to": {other: ratio.to_json() for other, ratio in against.items() if ratio},
-        }
-    report: dict[str, Any] = {
+        figures[name] = {**found.counts[name], **report.ratios_of(found.rounds, name, plan.variants)}
+    made: dict[str, Any] = {
         "model": plan.model,
         "world_size": args.world_size,
         "params_bytes": params_bytes,
@@ -325,65 +283,42 @@ def _report(plan: Plan, args: argparse.Namespace, found: _Found, control: str | 
         "losses": found.losses,
         "rounds": [dataclasses.asdict(one) for one in found.rounds],
     }
-    report["warnings"] = _warnings(report)
-    return report
+    made["warnings"] = _warnings(made)
+    return made
 
 
-def _ratio(rounds: Sequence[Round], name: str, base: str, what: str) -> Ratio | None:
-    if not rounds:
-        return None
-    return paired_ratio([getattr(r, what)[name] for r in rounds], [getattr(r, what)[base] for r in rounds])
-
-
-def _warnings(report: dict[str, Any]) -> list[str]:
+def _warnings(made: dict[str, Any]) -> list[str]:
     """What makes this run's figures less than they seem."""
-    found = []
-    rounds, control = len(report["rounds"]), report["control"]
-    if 0 < rounds < 30:
-        found.append(f"{rounds} rounds: quote wall ratios from 30 on")
-    if rounds and control is None:
-        found.append("no A/A control in this run: the noise is unknown")
-    if control:
-        for what in ("cpu_ratio", "wall_ratio"):
-            low, high = report["variants"][control][what]["ci95"]
-            if not low <= 1 <= high:
-                found.append(
-                    f"{what} of the A/A control {control} is [{low:.2f}, {high:.2f}], without 1: "
-                    f"differences of that size are this machine's, not the variants'"
-                )
-    first = {name: figures["losses"] for name, figures in report["variants"].items()}
-    first["local"] = report["local"]["losses"]
-    reference = first[report["base"]]
+    found = report.noise(made["variants"], len(made["rounds"]), made["control"])
+    first = {name: figures["losses"] for name, figures in made["variants"].items()}
+    first["local"] = made["local"]["losses"]
+    reference = first[made["base"]]
     for name, losses in first.items():
         # local does not share gradients, so only its first loss, before any update, is the same.
-        steps = 1 if name.removesuffix("_b") == "local" or report["base"].startswith("local") else len(reference)
+        steps = 1 if name.removesuffix("_b") == "local" or made["base"].startswith("local") else len(reference)
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(losses[:steps], reference[:steps], strict=True)):
-            found.append(f"{name} computes other losses ({losses[:steps]}) than {report['base']} ({reference[:steps]})")
+            found.append(f"{name} computes other losses ({losses[:steps]}) than {made['base']} ({reference[:steps]})")
     return found
 
 
-def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
+def _show(made: dict[str, Any]) -> None:
     from rich.table import Table
 
-    size = report["params_bytes"]
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    malloc = report["malloc"]
-    settings = " ".join(f"{key}={value}" for key, value in malloc["environment"].items()) or "untouched"
+    size = made["params_bytes"]
+    console = report.console()
     console.print(
-        f"{report['model']}: P = {size:,} bytes of parameters, {report['world_size']} ranks, {report['optimizer']}, "
-        f"reshard_after_forward {report['reshard']}, {len(report['rounds'])} rounds, torch {report['torch']}\n"
-        f"malloc {malloc['choice']}: {settings}",
-        highlight=False,
+        f"{made['model']}: P = {size:,} bytes of parameters, {made['world_size']} ranks, {made['optimizer']}, "
+        f"reshard_after_forward {made['reshard']}, {len(made['rounds'])} rounds, torch {made['torch']}\n"
+        f"{report.settings_text(made['malloc']['choice'])}"
     )
-    table = Table(title="per step and rank (the largest over ranks); ratios to " + report["base"])
+    table = Table(title="per step and rank (the largest over ranks); ratios to " + made["base"])
     for column in (
         "variant", "collectives", "moved P", "copied P", "written P", "allocated P", "buffers new", "params P",
-        "state P", "held P", "high water P", "cpu ratio [95%]", "wall ratio [95%]",
+        "state P", "held P", "high water P", "peak P", "cpu ratio [95%]", "wall ratio [95%]",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "variant" else "right")
-    rows = dict(report["variants"])
-    rows.setdefault("local", {**report["local"], "cpu_ratio": None, "wall_ratio": None})
+    rows = dict(made["variants"])
+    rows.setdefault("local", {**made["local"], "cpu_ratio": None, "wall_ratio": None})
     for name, figures in rows.items():
         in_p = [
             f"{figures[key] / size:.2f}"
@@ -391,35 +326,19 @@ def _show(report: dict[str, Any]) -> None:
         ]
         held = [
             f"{figures[key] / size:.2f}"
-            for key in ("live_param_bytes", "live_state_bytes", "held_bytes", "high_water_bytes")
+            for key in ("live_param_bytes", "live_state_bytes", "held_bytes", "high_water_bytes", "peak_bytes")
         ]
-        times = [_ratio_text(figures[key]) for key in ("cpu_ratio", "wall_ratio")]
+        times = [report.ratio_text(figures[key]) for key in ("cpu_ratio", "wall_ratio")]
         buffers = str(figures["communication_buffers_allocated"])
         table.add_row(name, str(figures["collectives"]), *in_p, buffers, *held, *times)
     console.print(table)
-    if report["rounds"]:
-        console.print(_matrix(report["variants"]))
-    for name, figures in report["variants"].items():
+    if made["rounds"]:
+        console.print(report.matrix(made["variants"]))
+    for name, figures in made["variants"].items():
         operations = ", ".join(f"{times} {op}" for op, times in Counter(figures["operations"]).most_common())
-        console.print(f"  {name}: {operations or 'no collective'}", highlight=False)
-    for warning in report["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
-
-
-def _matrix(figures: dict[str, dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="CPU seconds of the row's variant / the column's: median [95% interval]")
-    table.add_column("")
-    for name in figures:
-        table.add_column(name, justify="right")
-    for name, own in figures.items():
-        table.add_row(name, *(_ratio_text(own["cpu_ratio_to"][other]) if other != name else "" for other in figures))
-    return table
-
-
-def _ratio_text(ratio: dict[str, Any] | None) -> str:
-    return "-" if ratio is None else str(Ratio(ratio["min"], ratio["median"], ratio["max"], tuple(ratio["ci95"])))
+        console.print(f"  {name}: {operations or 'no collective'}")
+    for warning in made["warnings"]:
+        console.print(f"warning: {warning}", style="yellow")
 
 
 if __name__ == "__main__":

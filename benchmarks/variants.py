@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.rounds import Clock
 
-__all__ = ["OPTIMIZERS", "RESHARD", "VARIANTS", "Options", "Training", "build", "check_names"]
+__all__ = ["OPTIMIZERS", "RESHARD", "VARIANTS", "Options", "Training", "build", "check_names", "wrap"]
 
 OPTIMIZERS = ("fused_adamw", "foreach_adamw")
 RESHARD: dict[str, bool | None] = {"always": True, "default": None, "never": False}
@@ -91,17 +91,17 @@ def _ddp(model: nn.Module, options: Options) -> tuple[nn.Module, torch.optim.Opt
     return wrapped, _adamw(wrapped.parameters(), options)
 
 
-def _wrap(fully_shard: Callable[..., Any], model: nn.Module, options: Options) -> None:
-    """Each block, then the root: the same buckets for every runtime."""
+def wrap(fully_shard: Callable[..., Any], model: nn.Module, options: Options, **more: Any) -> None:
+    """Each block, then the root: the same buckets for every runtime. ``more`` goes to every call."""
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, reshard_after_forward=RESHARD[options.reshard])
-    fully_shard(model, reshard_after_forward=RESHARD[options.reshard])
+        fully_shard(block, reshard_after_forward=RESHARD[options.reshard], **more)
+    fully_shard(model, reshard_after_forward=RESHARD[options.reshard], **more)
 
 
 def _fsdp2(model: nn.Module, options: Options) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import fully_shard
 
-    _wrap(fully_shard, model, options)
+    wrap(fully_shard, model, options)
     return model, _adamw(model.parameters(), options)
 
 
@@ -119,7 +119,7 @@ def _fsdp2_fastgloo(model: nn.Module, options: Options) -> tuple[nn.Module, torc
 def _ours(model: nn.Module, options: Options) -> tuple[nn.Module, torch.optim.Optimizer]:
     from fsdp import fully_shard
 
-    _wrap(fully_shard, model, options)
+    wrap(fully_shard, model, options)
     return model, _adamw(model.parameters(), options)
 
 
@@ -127,7 +127,7 @@ def _ours_ragged(model: nn.Module, options: Options) -> tuple[nn.Module, torch.o
     import ragged_optim
     from fsdp import fully_shard
 
-    _wrap(fully_shard, model, options)
+    wrap(fully_shard, model, options)
     return model, ragged_optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
