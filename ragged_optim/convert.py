@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ragged_optim import quantize as q
+from ragged_optim.layout import Extent
+
 if TYPE_CHECKING:
     from ragged_optim.optimizer import RaggedOptimizer
 
@@ -94,32 +97,12 @@ def _decode_bitsandbytes(states: Mapping[str, Any], number: int, shape: tuple[in
 
 
 def _encode_tiles(moments: list[Tensor], shape: tuple[int, ...], tile: tuple[int, int]) -> States:
-    from ragged_optim import quantize as q
-    from ragged_optim.layout import Extent
-
-    tiles = q.tiling(shape, *tile)
+    tiles, extent = q.tiling(shape, *tile), Extent(shape, 0, moments[0].numel())
     found: States = {}
-    for name, moment, shift in (("exp_avg", moments[0], q.M_SHIFT), ("exp_avg_sq", moments[1], q.V_SHIFT)):
-        codes = torch.zeros(moment.numel(), dtype=torch.uint8)
-        scales = torch.zeros(tiles.scales)
-        for segment in tiles.segments(Extent(shape, 0, moment.numel())):
-            here = slice(segment.start, segment.start + segment.rows * segment.cols)
-            values = moment.reshape(-1)[here].view(segment.rows, segment.cols)
-            bands, across = -(-segment.rows // tiles.height), -(-segment.cols // tiles.width)
-            full = torch.zeros(bands * tiles.height, across * tiles.width)
-            full[: segment.rows, : segment.cols] = values
-            tiled = full.view(bands, tiles.height, across, tiles.width)
-            exponents = q.scale_exponents(tiled.abs().amax((1, 3)), shift)
-            scales.view(-1, tiles.tiles_across)[segment.band : segment.band + bands, :across] = q.power_of_two(
-                exponents
-            )
-            scaled = tiled * q.power_of_two(254 - exponents)[:, None, :, None]
-            if shift == q.M_SHIFT:
-                bits = q.encode_m(scaled.abs(), scaled.clone())
-            else:
-                bits = q.encode_v(scaled, torch.full((1, 1, 1, 1), 1 << 19, dtype=torch.int32))
-            codes[here] = bits.view_as(full)[: segment.rows, : segment.cols].reshape(-1).to(torch.uint8)
-        found |= {f"{name}.codes": codes.view(shape), f"{name}.scales": scales}
+    for name, moment, signed in (("exp_avg", moments[0], True), ("exp_avg_sq", moments[1], False)):
+        codes, scales = torch.zeros(shape, dtype=torch.uint8), torch.zeros(tiles.scales)
+        q.encode_tiles(moment, codes, scales, tiles, extent, signed=signed)
+        found |= {f"{name}.codes": codes, f"{name}.scales": scales}
     return found
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from ragged_optim.layout import Fragment, Layout, Matrix
 from ragged_optim.owners import Job
 from ragged_optim.rule import MatrixRule
+from ragged_optim.state import Tiled
 
 __all__ = ["BATCH_BYTES", "Exchange", "Live", "MatrixParam"]
 
@@ -70,7 +71,7 @@ class Live:
     """One step of one parameter: local tensors, and its direction once computed.
 
     ``grad`` may be ``None`` only where nothing of the parameter lies here. ``owned[i]``: the states of matrix i, if
-    owned here.
+    owned here. ``tiled``: the 8-bit states, by the rule's own key.
     """
 
     of: MatrixParam
@@ -78,6 +79,7 @@ class Live:
     grad: Tensor | None
     state: dict[str, Tensor]
     owned: Mapping[int, dict[str, Tensor]]
+    tiled: Mapping[str, Tiled] = field(default_factory=dict)
     _direction: Tensor | None = None
 
     def direction(self) -> Tensor:
@@ -86,8 +88,12 @@ class Live:
             if self.grad is None or self.param.numel() == 0:
                 self._direction = self.param.new_empty(self.param.shape, dtype=self.of.wire)
             else:
-                rule, group = self.of.rule, self.of.group
-                self._direction = rule.direction(self.param, self.grad, self.state, group).to(self.of.wire)
+                read = {key: tiled.read() for key, tiled in self.tiled.items()}
+                state = {**self.state, **read}
+                direction = self.of.rule.direction(self.param, self.grad, state, self.of.group)
+                for key, tiled in self.tiled.items():
+                    tiled.write(state[key])
+                self._direction = direction.to(self.of.wire)
         return self._direction
 
     def update(self, index: int, matrix: Tensor) -> Tensor:

@@ -28,9 +28,20 @@ from ragged_optim import owners
 from ragged_optim.exchange import Exchange, Live, MatrixParam
 from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
 from ragged_optim.policies import Explanation, Row
+from ragged_optim.quantize import tiling
 from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule
 from ragged_optim.rules import rule_of
-from ragged_optim.state import check_loadable, load_state, local, make_block_state, make_owned_state, make_param_state
+from ragged_optim.state import (
+    Tiled,
+    check_loadable,
+    load_state,
+    local,
+    make_block_state,
+    make_owned_state,
+    make_param_state,
+    make_tiled_state,
+)
+from ragged_shard.block import Block
 from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
 
 __all__ = ["RaggedOptimizer", "refuse"]
@@ -147,8 +158,8 @@ class RaggedOptimizer(Optimizer):
                     rule.matrices(tuple(param.shape), hyper)
                 except ValueError as error:
                     raise ValueError(f"parameter {label!r}: {error}") from None
-            if isinstance(rule, BlockwiseRule):
-                _check_blocks(rule, param, hyper, label)
+            for block in _blocks_of(rule, tuple(param.shape), hyper):
+                _check_block(block, rule, param, label)
             key = (rule.name, tuple((k, _hashable(hyper[k])) for k in sorted(hyper)))
             group = groups.setdefault(
                 key, {"params": [], "rule": rule.name, **hyper, "state_version": rule.state_version}
@@ -288,6 +299,8 @@ class RaggedOptimizer(Optimizer):
         for key, spec in rule.init(shape, group).items():
             if key in ready:
                 state[key] = ready[key]
+            elif spec.tile is not None:
+                state |= make_tiled_state(spec, param, name, key, self.layout(param, name))
             elif isinstance(rule, BlockwiseRule) and spec.home == "param" and spec.shape != shape:
                 block = rule.block(shape, group).numel(shape)
                 state[key] = make_block_state(spec, param, name, self.layout(param, name), block)
@@ -390,18 +403,41 @@ class RaggedOptimizer(Optimizer):
             gradients.append(piece.grad)
             states.append(piece.state)
             followers.append(piece.counters)
+        written: list[tuple[Tiled, dict[str, Tensor], str]] = []
         for param in rest:
             params.append(local(param))
             gradients.append(cast(Tensor, grads[param]))
-            states.append({key: local(value) for key, value in self.state[param].items()})
+            state, tiled = self._local_state(param, group, rule)
+            state |= {key: store.read() for key, store in tiled.items()}
+            written += [(store, state, key) for key, store in tiled.items()]
+            states.append(state)
         if not params:
             return
         if group.get("maximize"):
             gradients = [grad.neg() for grad in gradients]
         rule.update_all(params, gradients, states, group)
+        for store, state, key in written:
+            store.write(state[key])
         for state, counters in zip(states, followers, strict=False):
             for key, others in counters.items():
                 torch._foreach_copy_(others, [state[key]] * len(others))
+
+    def _local_state(
+        self, param: Tensor, group: Mapping[str, Any], rule: Rule
+    ) -> tuple[dict[str, Tensor], dict[str, Tiled]]:
+        """What lies here of the states of ``param``: as they are, and those in 8 bits by the rule's own key."""
+        state = {key: local(value) for key, value in self.state[param].items()}
+        if not any(key.endswith(".codes") for key in state):
+            return state, {}
+        shape, tiled = tuple(param.shape), {}
+        for key, spec in rule.init(shape, group).items():
+            if spec.tile is not None:
+                layout = self.layout(param, key)
+                extent = layout.extent(layout.rank)
+                assert extent is not None, "checked when the group was made"
+                codes, scales = state.pop(f"{key}.codes"), state.pop(f"{key}.scales")
+                tiled[key] = Tiled(codes, scales, tiling(shape, *spec.tile), extent)
+        return state, tiled
 
     def _step_blockwise(
         self, rule: BlockwiseRule, group: dict[str, Any], grads: Mapping[Tensor, Tensor | None]
@@ -440,8 +476,9 @@ class RaggedOptimizer(Optimizer):
                 continue
             if grad is not None and group.get("maximize"):
                 grad = grad.neg()
-            state, owned = self._split_state(of, self.state[param])
-            lives.setdefault(of.layout.group, []).append(Live(of, here, grad, state, owned))
+            state, tiled = self._local_state(param, group, of.rule)
+            state, owned = self._split_state(of, state)
+            lives.setdefault(of.layout.group, []).append(Live(of, here, grad, state, owned, tiled))
         for live in lives.pop(None, []):
             for index in range(len(live.of.matrices)):
                 live.compute_here(index)
@@ -626,10 +663,18 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def _check_blocks(rule: BlockwiseRule, param: Tensor, hyper: Mapping[str, Any], name: str) -> None:
+def _blocks_of(rule: Rule, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> Iterable[Block]:
+    """What the rule needs whole on one rank: its block, and the tiles of its 8-bit states."""
+    if isinstance(rule, BlockwiseRule):
+        yield rule.block(shape, hyper)
+    for spec in rule.init(shape, hyper).values():
+        if spec.tile is not None:
+            yield tiling(shape, *spec.tile).block
+
+
+def _check_block(block: Block, rule: Rule, param: Tensor, name: str) -> None:
     """Every rank boundary must fall between two blocks."""
     layout, shape = layout_of(param, name), tuple(param.shape)
-    block = rule.block(shape, hyper)
     size, total = block.numel(shape), math.prod(shape)
     for rank in range(len(layout.pieces)):
         extent = layout.extent(rank)
@@ -700,7 +745,7 @@ def _flat_states(
             continue
         specs = {index: rule.init(tuple(param.shape), group) for index, param in members.items()}
         for key, spec in specs[0].items():
-            if spec.home != "param" or spec.fill or any(key not in other for other in specs.values()):
+            if spec.home != "param" or spec.fill or spec.tile or any(key not in other for other in specs.values()):
                 continue
             flat = buffer.like(buffer.dtype if spec.dtype is None else spec.dtype)
             buffers.append(flat)

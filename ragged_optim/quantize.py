@@ -34,8 +34,10 @@ __all__ = [
     "Segment",
     "Tiling",
     "decode_m",
+    "decode_tiles",
     "decode_v",
     "encode_m",
+    "encode_tiles",
     "encode_v",
     "keys",
     "noise",
@@ -200,3 +202,46 @@ def encode_m(magnitude: Tensor, signed: Tensor) -> Tensor:
     bits = magnitude.add_(OFFSET).view(torch.int32)
     sign = signed.view(torch.int32).bitwise_right_shift_(31)
     return bits.add_(1 << 19).bitwise_right_shift_(20).bitwise_xor_(sign)
+
+
+# ---- whole tensors --------------------------------------------------------------------------------------------------
+
+
+def decode_tiles(codes: Tensor, scales: Tensor, tiles: Tiling, extent: Extent) -> Tensor:
+    """fp32 of the shape of the local ``codes`` (format of m), whose elements are ``extent`` of the global tensor."""
+    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    for segment in tiles.segments(extent):
+        here, bands, across = _place(segment, tiles)
+        values = decode_m(codes.view(-1)[here].to(torch.int32), out.view(-1)[here]).view(segment.rows, segment.cols)
+        spread = scales.view(-1, tiles.tiles_across)[bands, :across].repeat_interleave(tiles.height, 0)
+        values.mul_(spread[: segment.rows].repeat_interleave(tiles.width, 1)[:, : segment.cols])
+    return out
+
+
+def encode_tiles(
+    value: Tensor, codes: Tensor, scales: Tensor, tiles: Tiling, extent: Extent, *, signed: bool = True
+) -> None:
+    """Write fp32 ``value`` to the local ``codes`` and ``scales``, rounded to nearest; ``signed``: as m, else as v."""
+    shift = M_SHIFT if signed else V_SHIFT
+    for segment in tiles.segments(extent):
+        here, bands, across = _place(segment, tiles)
+        rows = bands.stop - bands.start
+        full = torch.zeros(rows * tiles.height, across * tiles.width, device=value.device)
+        full[: segment.rows, : segment.cols] = value.reshape(-1)[here].view(segment.rows, segment.cols)
+        tiled = full.view(rows, tiles.height, across, tiles.width)
+        magnitude = tiled.abs()
+        exponents = scale_exponents(magnitude.amax((1, 3)), shift)
+        scales.view(-1, tiles.tiles_across)[bands, :across] = power_of_two(exponents)
+        magnitude.mul_(power_of_two(254 - exponents)[:, None, :, None])
+        if signed:
+            bits = encode_m(magnitude, tiled)
+        else:
+            bits = encode_v(magnitude, torch.full((1, 1, 1, 1), 1 << 19, dtype=torch.int32, device=value.device))
+        codes.view(-1)[here] = bits.view(full.shape)[: segment.rows, : segment.cols].reshape(-1).to(torch.uint8)
+
+
+def _place(segment: Segment, tiles: Tiling) -> tuple[slice, slice, int]:
+    """Where a segment's elements are, where its bands are, and how many tiles lie beside each other."""
+    here = slice(segment.start, segment.start + segment.rows * segment.cols)
+    bands = slice(segment.band, segment.band - (-segment.rows // tiles.height))
+    return here, bands, -(-segment.cols // tiles.width)

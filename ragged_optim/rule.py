@@ -37,6 +37,10 @@ class StateSpec:
     ``(number of blocks, ...)``. ``home="everywhere"``: the same on every rank (counters, seeds). ``home="owner"``: a
     ``MatrixRule``'s state of one matrix, of any shape, kept by the rank that computes that matrix.
 
+    ``tile``: kept as 8-bit codes and a scale per tile of so many rows and columns (quantize.py; states ``NAME.codes``,
+    ``NAME.scales``), which no rank boundary may cut. The rule sees fp32; a ``MatrixRule`` changes it in ``direction``
+    only.
+
     ``dtype``: ``None`` means the parameter's. ``fill="salt"``: a number made from the parameter's name, by which random
     bits differ between parameters but not between runs.
     """
@@ -45,6 +49,7 @@ class StateSpec:
     dtype: torch.dtype | None = None
     home: Literal["param", "owner", "everywhere"] = "param"
     fill: float | Literal["salt"] = 0.0
+    tile: tuple[int, int] | None = None
 
 
 class Rule(ABC):

@@ -10,16 +10,28 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_optim.layout import Layout
+from ragged_optim.layout import Extent, Layout
+from ragged_optim.quantize import Tiling, decode_tiles, encode_tiles, tiling
 from ragged_optim.rule import StateSpec
 
-__all__ = ["STATE_VERSION", "load_state", "local", "make_owned_state", "make_param_state"]
+__all__ = [
+    "STATE_VERSION",
+    "Tiled",
+    "check_loadable",
+    "load_state",
+    "local",
+    "make_block_state",
+    "make_owned_state",
+    "make_param_state",
+    "make_tiled_state",
+]
 
 # Of the container: what stands in a param group and how states are named. Rules have versions of their own.
 STATE_VERSION = 1
@@ -36,6 +48,35 @@ def local(tensor: Tensor) -> Tensor:
 
 def _fill(spec: StateSpec, name: str) -> float | int:
     return zlib.crc32(name.encode()) & 0x7FFFFFFF if spec.fill == "salt" else spec.fill
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A state kept in 8 bits: what lies here of its codes and scales."""
+
+    codes: Tensor
+    scales: Tensor
+    tiles: Tiling
+    extent: Extent
+
+    def read(self) -> Tensor:
+        """The state in fp32, of the local shape."""
+        return decode_tiles(self.codes, self.scales, self.tiles, self.extent)
+
+    def write(self, value: Tensor) -> None:
+        """Round ``value`` to nearest."""
+        encode_tiles(value, self.codes, self.scales, self.tiles, self.extent)
+
+
+def make_tiled_state(spec: StateSpec, param: Tensor, name: str, key: str, layout: Layout) -> dict[str, Tensor]:
+    """``key.codes``, shaped and placed like ``param``, and ``key.scales``, a row per band of tiles."""
+    assert spec.tile is not None
+    tiles = tiling(spec.shape, *spec.tile)
+    scales = StateSpec(tiles.scales, torch.float32)
+    return {
+        f"{key}.codes": make_param_state(StateSpec(spec.shape, torch.uint8), param, name),
+        f"{key}.scales": make_block_state(scales, param, name, layout, tiles.block.numel(spec.shape)),
+    }
 
 
 def make_param_state(spec: StateSpec, param: Tensor, name: str) -> Tensor:

@@ -11,9 +11,11 @@ larger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -26,7 +28,7 @@ __all__ = ["Lion", "LionRule"]
 
 
 class LionRule(ElementwiseRule):
-    """State ``exp_avg`` in the parameter's dtype."""
+    """State ``exp_avg`` in the parameter's dtype, or in 8 bits."""
 
     name: ClassVar[str] = "lion"
     family: ClassVar[str] = "lion"
@@ -36,9 +38,14 @@ class LionRule(ElementwiseRule):
         "weight_decay": 0.0,
         "weight_decay_mode": "decoupled",
         "maximize": False,
+        "momentum_8bit": False,
+        "tile": (32, 32),
+        "min_8bit_size": 4096,
     }
 
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
+        if group["momentum_8bit"] and math.prod(shape) >= group["min_8bit_size"]:
+            return {"exp_avg": StateSpec(shape, torch.float32, tile=tuple(group["tile"]))}
         return {"exp_avg": StateSpec(shape)}
 
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group) -> None:
@@ -56,7 +63,10 @@ class LionRule(ElementwiseRule):
 
 
 class Lion(RaggedOptimizer):
-    """Lion for plain, ``Shard(0)`` and ``RaggedShard`` parameters; the weight decay is decoupled."""
+    """Lion for plain, ``Shard(0)`` and ``RaggedShard`` parameters; the weight decay is decoupled.
+
+    ``momentum_8bit``: keep the momentum of parameters of ``min_8bit_size`` elements or more in 8 bits, in tiles.
+    """
 
     def __init__(
         self,
@@ -67,6 +77,9 @@ class Lion(RaggedOptimizer):
         *,
         weight_decay_mode: str = "decoupled",
         maximize: bool = False,
+        momentum_8bit: bool = False,
+        tile: tuple[int, int] = (32, 32),
+        min_8bit_size: int = 4096,
         orig_param_policy: OrigParamPolicy | None = None,
     ) -> None:
         super().__init__(
@@ -78,4 +91,7 @@ class Lion(RaggedOptimizer):
             weight_decay=weight_decay,
             weight_decay_mode=weight_decay_mode,
             maximize=maximize,
+            momentum_8bit=momentum_8bit,
+            tile=tile,
+            min_8bit_size=min_8bit_size,
         )

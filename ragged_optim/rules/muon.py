@@ -53,6 +53,9 @@ class MuonRule(MatrixRule):
         "flatten": False,
         "maximize": False,
         "state_dtype": None,
+        "momentum_8bit": False,
+        "tile": (32, 32),
+        "min_8bit_size": 4096,
     }
 
     def check(self, group: Group) -> None:
@@ -66,6 +69,8 @@ class MuonRule(MatrixRule):
             raise ValueError(f"muon: ns_dtype must be a floating dtype, got {group['ns_dtype']!r}")
 
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
+        if group["momentum_8bit"] and math.prod(shape) >= group["min_8bit_size"]:
+            return {"momentum_buffer": StateSpec(shape, torch.float32, tile=tuple(group["tile"]))}
         return {"momentum_buffer": StateSpec(shape, group["state_dtype"])}
 
     def cost(self, rows: int, cols: int, group: Group) -> float:
@@ -154,6 +159,8 @@ class Muon(RaggedOptimizer):
     ``ns_coefficients``: three numbers, a list of triples or a name (``newton_schulz.COEFFICIENTS``). ``ns_dtype``:
     dtype of the iteration and of what travels. ``split_sizes``: rows of independent matrices in a fused weight.
     ``flatten``: treat (out, in, ...) as (out, in * ...), otherwise leading dims are a stack of matrices.
+    ``momentum_8bit``: keep the momentum of parameters of ``min_8bit_size`` elements or more in 8 bits, in tiles (1.004
+    bytes a number; ``policies.muon(block=Block.tile(32, 32))`` keeps the tiles whole).
     """
 
     def __init__(
@@ -174,6 +181,9 @@ class Muon(RaggedOptimizer):
         flatten: bool = False,
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
+        momentum_8bit: bool = False,
+        tile: tuple[int, int] = (32, 32),
+        min_8bit_size: int = 4096,
         adamw_lr: float | Tensor = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
@@ -204,6 +214,9 @@ class Muon(RaggedOptimizer):
             flatten=flatten,
             maximize=maximize,
             state_dtype=state_dtype,
+            momentum_8bit=momentum_8bit,
+            tile=tile,
+            min_8bit_size=min_8bit_size,
         )
 
 
@@ -232,6 +245,9 @@ class NorMuon(RaggedOptimizer):
         flatten: bool = False,
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
+        momentum_8bit: bool = False,
+        tile: tuple[int, int] = (32, 32),
+        min_8bit_size: int = 4096,
         adamw_lr: float | Tensor = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
@@ -263,4 +279,7 @@ class NorMuon(RaggedOptimizer):
             flatten=flatten,
             maximize=maximize,
             state_dtype=state_dtype,
+            momentum_8bit=momentum_8bit,
+            tile=tile,
+            min_8bit_size=min_8bit_size,
         )

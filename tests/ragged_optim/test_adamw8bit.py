@@ -352,3 +352,49 @@ def test_codes_and_scales_reshard_by_plain_dcp(tmp_path: Path) -> None:
     cluster.run(2, reshard, path, False, "tiles", 0, range(2))
     for got in cluster.run(3, reshard, path, True, "tiles", 11, range(2, 4)):
         assert got == expected
+
+
+MOMENTUM = {
+    "Muon": {"momentum_8bit": True, "min_8bit_size": 256},
+    "Lion": {"momentum_8bit": True, "min_8bit_size": 256},
+}
+
+
+@pytest.mark.parametrize("name", MOMENTUM)
+def test_8_bit_momentum_is_the_same_for_worlds_1_to_4(name: str) -> None:
+    shapes = SHAPES[:4]
+    expected = run(name, True, shapes, **MOMENTUM[name])
+    assert len(expected["layer.0.weight"]) == 3
+    for world in (1, 2, 3, 4):
+        for got in cluster.run(world, run, name, True, shapes, "tiles", **MOMENTUM[name]):
+            assert got == expected, world
+
+
+@pytest.mark.parametrize("name", MOMENTUM)
+def test_8_bit_momentum_takes_one_byte_and_stays_near_fp32(name: str) -> None:
+    exact, rough = (nn.Parameter(full((256, 256), 0)) for _ in range(2))
+    a = getattr(ragged_optim, name)([exact], lr=0.01)
+    b = getattr(ragged_optim, name)([rough], lr=0.01, **MOMENTUM[name])
+    size = sum(t.numel() * t.element_size() for t in b.state[rough].values())
+    assert size / rough.numel() <= 1.01
+    for step in range(20):
+        exact.grad = full((256, 256), 1 + step)
+        rough.grad = exact.grad.clone()
+        a.step()
+        b.step()
+    moved = (exact.detach() - full((256, 256), 0)).norm()
+    assert 0 < (exact - rough).norm() < 0.15 * moved
+
+
+def test_8_bit_momentum_refuses_a_cut_tile() -> None:
+    for message in cluster.run(2, cut_momentum):
+        assert "muon needs every block rows(32) whole on one rank" in message
+
+
+def cut_momentum() -> str:
+    param = nn.Parameter(shard(full((96, 100), 0), "shard0", cluster.mesh((2,))))
+    try:
+        ragged_optim.Muon([("w", param)], momentum_8bit=True)
+    except ValueError as error:
+        return str(error)
+    return ""
