@@ -19,6 +19,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -256,7 +257,7 @@ class Bucket:
             # Buffers and views outlive an evaluation under inference_mode and are trained on afterwards.
             torch.inference_mode(False),
             torch.no_grad(),
-            torch.profiler.record_function(f"fsdp.all_gather ({self.name})"),
+            _profiled("fsdp.all_gather", self.name),
         ):
             for buffer in self.buffers:
                 full = buffer.make_full(self.pool, self.param_dtype, self.name)
@@ -297,6 +298,11 @@ class Bucket:
             gather.wait()
         self._note("gathered")
         self._gathers.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._register_unsharded()
+        self.is_unsharded = True
+
+    def _register_unsharded(self) -> None:
         for parameter in self.parameters:
             full = parameter.full
             assert full is not None
@@ -304,7 +310,6 @@ class Bucket:
                 full.requires_grad_(parameter.sharded.requires_grad)
             for module, attribute in parameter.places:
                 module._parameters[attribute] = full
-        self.is_unsharded = True
 
     def reshard(self) -> None:
         """Register the sharded parameters and give the memory of the unsharded ones back."""
@@ -357,7 +362,8 @@ class Bucket:
 
     def _gradient_came(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
         task = self.enter_backward()
-        with torch.no_grad():
+        # A WeightParameter's attributes go through __torch_function__ otherwise.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._take_gradient(buffer, index, full)
         self.outstanding[task] -= 1
         if self.outstanding[task] == 0:
@@ -409,9 +415,7 @@ class Bucket:
             return task
         # Its buffers are about to be written again.
         self.finish_reduce()
-        leaves = [
-            p.edge.node for p in self.parameters if p.edge is not None and p.full is not None and p.full.requires_grad
-        ]
+        leaves = [p.edge.node for p in self.parameters if p.edge is not None]
         try:
             self.outstanding[task] = sum(map(torch._C._will_engine_execute_node, leaves))
         except RuntimeError:
@@ -439,11 +443,7 @@ class Bucket:
         streams = self.streams
         self._announce("reduce_scatter")
         streams.after_compute(streams.reduce)
-        with (
-            streams.on(streams.reduce),
-            torch.no_grad(),
-            torch.profiler.record_function(f"fsdp.reduce_scatter ({self.name})"),
-        ):
+        with streams.on(streams.reduce), torch.no_grad(), _profiled("fsdp.reduce_scatter", self.name):
             trainable = [buffer for buffer in self.buffers if buffer.trainable]
             whole = [self._open_gradients(buffer, 0) for buffer in trainable]
             self._note("reduce")
@@ -607,6 +607,13 @@ class Bucket:
 
     def numel(self) -> int:
         return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
+
+
+def _profiled(what: str, name: str) -> AbstractContextManager[object]:
+    """A label with the bucket's name in a profile, and nothing without a profiler."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"{what} ({name})")
+    return nullcontext()
 
 
 def _gradient_came(bucket: weakref.ref[Bucket], position: int, index: int, full: Tensor) -> None:

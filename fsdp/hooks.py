@@ -146,7 +146,7 @@ class State:
             return self._cast_inputs(args, kwargs)
         schedule = self.lazy_init()
         if schedule.enter_forward(self):
-            for state in self._states_below():
+            for state in self._below:
                 state._to_run.clear()
                 state._open.clear()
         if not self._to_run and not self._open:
@@ -200,14 +200,16 @@ class State:
 
     def _finish_groups(self) -> None:
         """Modules of a list that this forward did not run: their bucket is done all the same."""
-        for bucket_state in self._states_below():
+        for bucket_state in self._below:
             if bucket_state._to_run and bucket_state is not self:
                 bucket_state._to_run.clear()
                 assert self.schedule is not None
                 bucket_state.bucket.reshard_after_forward = bucket_state._reshards()
                 self.schedule.after_forward(bucket_state.bucket, bucket_state._needs_backward(False))
 
-    def _states_below(self) -> list[State]:
+    @functools.cached_property
+    def _below(self) -> list[State]:
+        """The states of all modules here and below, found once: the first forward has finished the wrapping."""
         found: dict[int, State] = {}
         for root in self.modules:
             for module in root.modules():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,6 +45,7 @@ class Schedule:
         self._ready: set[Bucket] = set()
         self._in_flight: list[Bucket] = []
         self._callback_queued = False
+        self._masks: dict[DeviceMesh, Tensor] = {}
 
     def add(self, bucket: Bucket) -> None:
         if bucket not in self.buckets:
@@ -169,20 +171,19 @@ class Schedule:
     def end_backward(self) -> None:
         """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
         self._callback_queued = False
-        with torch.profiler.record_function("fsdp.end_backward"):
-            for bucket in self._owing():
-                bucket.open_backward()
-                self._start_reduce(bucket)
-            self._finish_reductions()
-            self.streams.compute_waits(self.streams.reduce)
-            used = self._used_anywhere([bucket for bucket in self.buckets if bucket.published])
-            for bucket in self.buckets:
-                if bucket.in_backward:
-                    bucket.leave_backward(used.get(bucket))
-                if bucket.reshard_after_backward:
-                    bucket.reshard()
-            self._backward_stack.clear()
-            self._ready.clear()
+        for bucket in self._owing():
+            bucket.open_backward()
+            self._start_reduce(bucket)
+        self._finish_reductions()
+        self.streams.compute_waits(self.streams.reduce)
+        used = self._used_anywhere([bucket for bucket in self.buckets if bucket.published])
+        for bucket in self.buckets:
+            if bucket.in_backward:
+                bucket.leave_backward(used.get(bucket))
+            if bucket.reshard_after_backward:
+                bucket.reshard()
+        self._backward_stack.clear()
+        self._ready.clear()
 
     def _owing(self) -> list[Bucket]:
         """Buckets still to be reduced, in the order that all ranks share."""
@@ -200,7 +201,11 @@ class Schedule:
         for bucket in buckets:
             by_mesh.setdefault(bucket.mesh, []).append(bucket)
         for mesh, members in by_mesh.items():
-            mask = torch.tensor([p.used for b in members for p in b.parameters], dtype=torch.uint8).to(self.device)
+            used = [p.used for b in members for p in b.parameters]
+            mask = self._masks.get(mesh)
+            if mask is None or mask.numel() != len(used):
+                mask = self._masks[mesh] = torch.empty(len(used), dtype=torch.uint8, device=self.device)
+            mask.copy_(torch.frombuffer(bytearray(used), dtype=torch.uint8))
             for dim in range(mesh.ndim):
                 if mesh.size(dim) > 1:
                     dist.all_reduce(mask, dist.ReduceOp.MAX, group=mesh.get_group(dim))

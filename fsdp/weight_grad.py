@@ -5,7 +5,7 @@ that *is* the gradient writes to that place, and autograd is handed an alias of 
 alias as it is, so the parameter's hook finds the gradient already there and fires after all uses, as for any other
 gradient.
 
-    F.linear, F.embedding, torch.matmul / mm / bmm with a weight on the right,
+    F.linear (and its bias), F.embedding, torch.matmul / mm / bmm with a weight on the right,
     stack.unbind(0) and iteration over an expert stack, then linear or matmul with a slice
 
 are caught wherever they are called, by ``__torch_function__`` of the parameter that the module sees. A second use of
@@ -99,7 +99,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     place = _place(weight)
     if place is None or input.dim() < 2 or weight.dim() != 2 or input.dtype != weight.dtype or input.is_sparse:
         return NotImplemented
-    return _Linear.apply(input, weight, bias, place)  # type: ignore[no-untyped-call]
+    return _Linear.apply(input, weight, bias, place, _place(bias))  # type: ignore[no-untyped-call]
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
@@ -174,27 +174,44 @@ def _product(place: GradientPlace, one: Tensor, other: Tensor) -> Tensor:
     return view.detach()
 
 
+def _sum(place: GradientPlace | None, rows: Tensor) -> Tensor:
+    """The sum of the rows as a bias gradient, in its place if that is free."""
+    view = None if place is None else place.claim(rows.dtype)
+    if view is None:
+        return rows.sum(0)
+    torch.sum(rows, 0, out=view)
+    return view.detach()
+
+
 # The weight stays on ctx instead of being saved: it is gathered again before backward, so there is no version to check
 # and nothing that a checkpoint's hooks would have to pack.
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, place: GradientPlace) -> Tensor:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        place: GradientPlace,
+        bias_place: GradientPlace | None,
+    ) -> Tensor:
         ctx.save_for_backward(input)
-        ctx.weight, ctx.place = weight, place
+        ctx.weight, ctx.place, ctx.bias_place = weight, place, bias_place
         return F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         (input,) = ctx.saved_tensors
-        want_input, want_weight, want_bias, _ = ctx.needs_input_grad
+        want_input, want_weight, want_bias, *_ = ctx.needs_input_grad
         rows = _rows(gradient)
         return (
             torch.matmul(gradient, ctx.weight) if want_input else None,
             _product(ctx.place, rows.t(), _rows(input)) if want_weight else None,
-            rows.sum(0) if want_bias else None,
+            _sum(ctx.bias_place, rows) if want_bias else None,
+            None,
             None,
         )
 

@@ -125,7 +125,7 @@ class Pool:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             if self._scratch is not None:
                 self._drop(self._scratch.nbytes)
-            self._scratch = Lease(self, nbytes, torch.uint8, "scratch", owner)
+            self._scratch = Lease(self, _round_up(nbytes), torch.uint8, "scratch", owner)
         self._scratch.owner = owner
         self._scratch.acquire()
         return self._scratch
