@@ -1,0 +1,231 @@
+"""Any model, wrapping, blocks, checkpoints, frozen, tied and unused parameters, micro-batches and mesh: the gradients
+of plain data parallelism, to the bit.
+
+Weights and inputs are small integers and every operation is linear or a relu, so that sums have no rounding and no
+order. Where FSDP2 supports the case it is a second oracle.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given, note
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FSDPModule, fully_shard
+from ragged_shard import Block, ParamPolicy
+from tests import cluster
+from tests.fsdp.reference import average_gradients, differences, full
+
+WIDTH = 4
+KINDS = ("linear", "wide", "tied", "scaled", "half", "odd")
+
+
+class Unit(nn.Module):
+    """One block. ``half`` runs one of its two layers, which one depends on the rank and the step."""
+
+    def __init__(self, kind: str, checkpointed: str) -> None:
+        super().__init__()
+        self.kind, self.checkpointed, self.step = kind, checkpointed, 0
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH, bias=False)
+        if kind == "wide":
+            self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        if kind == "tied":
+            self.b.weight = self.a.weight
+        if kind == "scaled":
+            self.scale = nn.Parameter(torch.tensor(1.0))
+        if kind == "odd":
+            self.shift, self.nothing = nn.Parameter(torch.zeros(3, 1, WIDTH)), nn.Parameter(torch.zeros(0, 2))
+
+    def compute(self, x: Tensor) -> Tensor:
+        if self.kind == "half":
+            return (self.a if (dist.get_rank() + self.step) % 3 else self.b)(x).relu()
+        y = self.b(self.a(x).relu())
+        if self.kind == "scaled":
+            y = y * self.scale
+        if self.kind == "odd":
+            y = y + self.shift.sum(0) + self.nothing.sum()
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed == "none":
+            return self.compute(x)
+        return checkpoint(self.compute, x, use_reentrant=self.checkpointed == "reentrant")
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.units = nn.ModuleList(Unit(*unit) for unit in case.units)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for index, unit in enumerate(self.units):
+            unit.step = step
+            if (index, step) in self.case.skipped:
+                continue
+            x = unit(x)
+            if index == self.case.repeated:
+                x = unit(x)
+        return self.head(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    units: tuple[tuple[str, str], ...]
+    wrap: tuple[str, ...]
+    reshard_after_forward: bool | None
+    block: Block | None
+    frozen: frozenset[str]
+    skipped: frozenset[tuple[int, int]]
+    repeated: int
+    micro_batches: int
+    synchronise: str
+    forwards: int
+    evaluate: str
+
+
+def integers(model: nn.Module, seed: int) -> None:
+    """Weights in {-1, 0, 1}, the same for every way of holding them, written between steps as an optimizer does."""
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * seed + index)
+            values = torch.randint(-1, 2, tuple(parameter.shape), generator=generator).float()
+            if isinstance(parameter, nn.Parameter) and hasattr(parameter, "placements"):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                values = torch.distributed.tensor.distribute_tensor(values, mesh, placements, src_data_rank=None)
+            parameter.copy_(values)
+
+
+def shard(model: Model, case: Case, wrap: Any, **options: Any) -> Model:
+    """``wrap[i]`` says of unit i: of its own, in a list with the next one, or left to the root."""
+    index = 0
+    while index < len(model.units):
+        how = case.wrap[index]
+        if how == "pair" and index + 1 < len(model.units):
+            wrap([model.units[index], model.units[index + 1]], **options)
+            index += 1
+        elif how == "own":
+            wrap(model.units[index], **options)
+        index += 1
+    return wrap(model, **options)
+
+
+def run(case: Case, hybrid: bool, oracle: str) -> list[str]:
+    torch.manual_seed(0)
+    plain = Model(case)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name not in case.frozen)
+    model = copy.deepcopy(plain)
+    options: dict[str, Any] = {"reshard_after_forward": case.reshard_after_forward}
+    if hybrid:
+        options["mesh"] = cluster.mesh((2, 2), ("replicate", "shard"))
+    models: list[nn.Module] = [model, plain]
+    if oracle == "fsdp2":
+        models.append(shard(copy.deepcopy(plain), case, torch_fully_shard, **options))
+    policy = None if case.block is None else lambda n, p: ParamPolicy(block=case.block)
+    shard(model, case, fully_shard, orig_param_policy=policy, **options)
+    if oracle == "plain":
+        # Sums, not means: thirds would round.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+
+    found = []
+    for step in range(2):
+        for one in models:
+            integers(one, step)
+            one.zero_grad()
+            for micro in range(case.micro_batches):
+                if one is not plain:
+                    last = micro == case.micro_batches - 1
+                    one.set_requires_gradient_sync(last or case.synchronise == "each")
+                losses = [loss_of(one, step, 10 * micro + number) for number in range(case.forwards)]
+                evaluated(one, case, step)
+                sum(losses[1:], start=losses[0]).backward()
+        average_gradients(plain, 1.0 if oracle == "plain" else None)
+        found += [f"step {step}: {d}" for d in differences(model, plain)]
+        if oracle == "fsdp2":
+            theirs = dict(models[2].named_parameters())
+            for name, parameter in model.named_parameters():
+                grads = [parameter.grad, theirs[name].grad]
+                if grads[0] is not None and grads[1] is not None and not torch.equal(*map(full, grads)):
+                    found.append(f"step {step}: {name}.grad is not FSDP2's")
+    return found
+
+
+def loss_of(model: nn.Module, step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    x = torch.randint(-1, 2, (2, WIDTH), generator=generator).float().requires_grad_()
+    return model(x, step).sum()
+
+
+def evaluated(model: nn.Module, case: Case, step: int) -> None:
+    if case.evaluate != "never":
+        with torch.no_grad() if case.evaluate == "no_grad" else torch.inference_mode():
+            model(torch.ones(1, WIDTH), step)
+
+
+@st.composite
+def cases(draw: Any, kinds: tuple[str, ...], list_of_modules: bool = True) -> Case:
+    # A list of modules runs as a whole or not at all.
+    depth = draw(st.integers(1, 3))
+    checkpoints = st.sampled_from(["none", "none", "reentrant", "non-reentrant"])
+    units = tuple((draw(st.sampled_from(kinds)), draw(checkpoints)) for _ in range(depth))
+    wraps = ("own", "own", "pair", "root") if list_of_modules else ("own", "own", "root")
+    wrap = tuple(draw(st.sampled_from(wraps)) for _ in range(depth))
+    names = [n for n, _ in Model(Case(units, wrap, *[None] * 9)).named_parameters()]  # type: ignore[arg-type]
+    frozen = draw(st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(names), max_size=4)))
+    skipped = frozenset()
+    repeated = -1
+    if "pair" not in wrap:
+        skipped = draw(st.frozensets(st.tuples(st.integers(0, depth - 1), st.integers(0, 1)), max_size=1))
+        repeated = draw(st.integers(-2, depth - 1))
+    return Case(
+        units=units,
+        wrap=wrap,
+        reshard_after_forward=draw(st.sampled_from([True, False, None])),
+        block=draw(
+            st.one_of(
+                st.none(),
+                st.builds(Block.elements, st.integers(1, 12)),
+                st.builds(Block.rows, st.integers(1, 5)),
+                st.just(Block.whole()),
+            )
+        ),
+        frozen=frozen,
+        skipped=skipped,
+        repeated=repeated,
+        micro_batches=draw(st.integers(1, 2)),
+        synchronise=draw(st.sampled_from(["last", "each"])),
+        forwards=draw(st.sampled_from([1, 1, 2])),
+        evaluate=draw(st.sampled_from(["never", "never", "no_grad", "inference"])),
+    )
+
+
+def check(world_size: int, case: Case, hybrid: bool, oracle: str) -> None:
+    note(str(case))
+    assert cluster.run(world_size, partial(run, case, hybrid, oracle)) == [[]] * world_size
+
+
+@given(case=cases(KINDS), world=st.sampled_from([1, 2, 3, 4, (2, 2)]))
+def test_gradients_of_any_model_are_those_of_plain_data_parallelism(case: Case, world: Any) -> None:
+    check(4 if world == (2, 2) else world, case, world == (2, 2), "plain")
+
+
+@given(case=cases(("linear", "wide", "tied")), world=st.sampled_from([2, 4]))
+def test_gradients_of_any_model_are_those_of_fsdp2(case: Case, world: int) -> None:
+    """Without evaluation under inference_mode, after which FSDP2 cannot train."""
+    if case.evaluate == "inference":
+        case = dataclasses.replace(case, evaluate="no_grad")
+    check(world, case, False, "fsdp2")
