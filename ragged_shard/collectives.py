@@ -28,6 +28,7 @@ __all__ = [
     "exchange",
     "reduce_scatter_in_place",
     "reduce_scatter_scratch_numel",
+    "traced_all_to_all_v",
 ]
 
 
@@ -170,8 +171,7 @@ def exchange(
     """Send each ``(group rank, tensor)`` and fill each one to receive: an all-to-all-v in which empty messages do not
     exist.
 
-    Tensors are 1-D, contiguous and not empty; what one rank sends to a peer arrives there in the same order. A rank
-    with nothing to send or receive makes no call at all, so every rank must derive both lists from the same plan.
+    Tensors are 1-D, contiguous and not empty; what one rank sends to a peer arrives there in the same order.
     """
     if not sends and not receives:
         return Pending(())
@@ -203,11 +203,25 @@ def all_gather_v(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
     return Pending([dist.all_gather(wired, wired[group.rank()], group=group, async_op=True)])
 
 
-def all_to_all_v(flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The functional form, for torch.compile: rank k gets ``sent[k]`` elements of the 1-D ``flat``, in order.
+def all_to_all_v(
+    out: Tensor, flat: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> Pending:
+    """Rank k gets ``sent[k]`` elements of the 1-D ``flat``, in order; ``out`` (1-D) takes ``received[k]`` from rank k.
 
-    Returns the ``sum(received)`` elements that arrived, by source rank. Plain ``torch.distributed`` calls traced by
-    AOTAutograd give wrong values without an error; only functional collectives may appear in a graph.
+    Every rank of the group must call it, whatever it has to send. On gloo this does not depend on who comes first; a
+    message of its own to a rank that has not asked for it yet costs it milliseconds.
+    """
+    wired, place = on_wire(flat), on_wire(out)
+    scale = flat.element_size() // wired.element_size()
+    splits = ([n * scale for n in received], [n * scale for n in sent])
+    return Pending([dist.all_to_all_single(place, wired, *splits, group=group, async_op=True)])
+
+
+def traced_all_to_all_v(flat: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The functional form, for torch.compile: returns the ``sum(received)`` elements that arrived, by source rank.
+
+    Plain ``torch.distributed`` calls traced by AOTAutograd give wrong values without an error; only functional
+    collectives may appear in a graph.
     """
     wired = on_wire(flat)
     scale = flat.element_size() // wired.element_size()

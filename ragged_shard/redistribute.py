@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, exchange
+from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, exchange, traced_all_to_all_v
 from ragged_shard.placement import Box, RaggedShard, Region, Shape, check_placements, region_of
 
 __all__ = [
@@ -100,6 +100,8 @@ class ExchangePlan:
     own_addend: int
     addends: int
     local_shape: Shape
+    idle: bool
+    """No rank has anything to send: each takes its piece from its own copy."""
     gather: tuple[tuple[int, int], ...] | None
     """When all ranks of ``across`` end with the same flat range: the range of the result that each one has now."""
 
@@ -154,7 +156,7 @@ def plan_exchange(shape: Shape, mesh_shape: Shape, here: Shape, before: Placemen
                 receives.append((rank, addend_of(rank), mine))
     gather = None
     goals = {targets[rank] for rank in ranks}
-    if across is not None and flat and not reduced and len(goals) == 1 and not pinned_on(pinned, across):
+    if across is not None and flat and not reduced and len(goals) == 1 and across not in pinned:
         first = cast(tuple[int, int], _span(targets[here], cast(tuple[Shape, Shape], hull)))[0]
         spans = [cast(tuple[int, int], _span(sources[rank], cast(tuple[Shape, Shape], hull))) for rank in ranks]
         gather = tuple((start - first, stop - first) for start, stop in spans)
@@ -166,12 +168,9 @@ def plan_exchange(shape: Shape, mesh_shape: Shape, here: Shape, before: Placemen
         addend_of(here),
         math.prod(mesh_shape[i] for i in reduced),
         targets[here].local_shape,
+        all(i in pinned or mesh_shape[i] == 1 for i in ([across] if across is not None else range(len(mesh_shape)))),
         gather,
     )
-
-
-def pinned_on(pinned: Sequence[int], across: int) -> bool:
-    return across in pinned
 
 
 def _single_dim(before: Placements, after: Placements) -> int | None:
@@ -353,19 +352,12 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
         # The shards before are the smaller ones: reduce those.
         local, before = _all_reduce(local, mesh, before, goal), _reduced(before, goal)
         middle = goal
-    tracing = funcol._are_we_tracing()
-    result: Tensor | None = None
     if before != middle:
-        plan = plan_exchange(shape, mesh_shape, here, before, middle)
-        operation = _reduce_op(before, middle)
-        if tracing:
-            result = _run_traced(plan, local, mesh, operation)
-        else:
-            result, pending = _run(plan, local, mesh, operation)
-            if async_op and middle == goal and goal == after:
-                return _deferred(result, pending)
-            pending.wait()
-        local = result
+        tracing = funcol._are_we_tracing()
+        local, pending = _run(local, mesh, before, middle, shape, _reduce_op(before, middle), tracing)
+        if async_op and middle == goal == after and not tracing:
+            return _deferred(local, pending)
+        pending.wait()
     if middle != goal:
         local = _all_reduce(local, mesh, middle, goal)
     for mesh_dim, (p, q) in enumerate(zip(current.placements, after, strict=True)):
@@ -440,68 +432,116 @@ def _unpack(packed: Tensor, target: Tensor, places: Pieces) -> None:
         start += place.numel
 
 
-def _run(plan: ExchangePlan, local: Tensor, mesh: DeviceMesh, operation: str) -> tuple[Tensor, Pending]:
+def _consecutive(pieces: Pieces) -> tuple[int, int] | None:
+    """The one flat range that the pieces make up in their order, ``None`` when they do not."""
+    if not pieces:
+        return 0, 0
+    if any(len(piece.box) != 1 for piece in pieces):
+        return None
+    starts = [piece.start + piece.offsets[0] for piece in pieces]
+    stops = [start + piece.numel for start, piece in zip(starts, pieces, strict=True)]
+    return (starts[0], stops[-1]) if stops[:-1] == starts[1:] else None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An ExchangePlan by group rank: what is packed, the lengths of the all-to-all-v, and where arrivals go.
+
+    ``span``: the flat range of the local tensor that is sent as it lies, when there is one. ``direct``: arrivals by
+    source rank are the result already, or (Partial) the whole addends in order.
+    """
+
+    pieces: Pieces
+    span: tuple[int, int] | None
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    places: tuple[tuple[int, Pieces], ...]
+    direct: bool
+
+
+def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, size: int) -> Schedule:
+    outgoing: list[Pieces] = [()] * size
+    incoming: list[tuple[int, Pieces]] = [(0, ())] * size
+    for coordinate, pieces in plan.sends:
+        outgoing[ranks[coordinate]] = pieces
+    for coordinate, addend, places in plan.receives:
+        incoming[ranks[coordinate]] = (addend, places)
+    for pieces, places in plan.keeps:
+        outgoing[ranks[here]], incoming[ranks[here]] = pieces, (plan.own_addend, places)
+    packed = tuple(itertools.chain.from_iterable(outgoing))
+    arriving = tuple(itertools.chain.from_iterable(places for _, places in incoming))
+    if plan.addends == 1:
+        direct = _consecutive(arriving) == (0, plan.numel)
+    else:
+        whole = all(_consecutive(places) == (0, plan.numel) for _, places in incoming)
+        direct = whole and [addend for addend, _ in incoming] == list(range(plan.addends))
+    return Schedule(
+        packed,
+        _consecutive(packed),
+        tuple(sum(piece.numel for piece in pieces) for pieces in outgoing),
+        tuple(sum(place.numel for place in places) for _, places in incoming),
+        tuple(incoming),
+        direct,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _scheduled(
+    mesh: DeviceMesh, shape: Shape, before: Placements, after: Placements
+) -> tuple[ExchangePlan, Schedule, dist.ProcessGroup]:
+    here = cast(Shape, _coordinate(mesh))
+    plan = plan_exchange(shape, tuple(mesh.shape), here, before, after)
+    group, table = _mesh_group(mesh, plan.across, True), _rank_table(mesh)
+    members = [
+        c for c in table if plan.across is None or all(c[i] == here[i] for i in range(mesh.ndim) if i != plan.across)
+    ]
+    ranks = {coordinate: dist.get_group_rank(group, table[coordinate]) for coordinate in members}
+    return plan, _schedule(plan, ranks, here, group.size()), group
+
+
+def _run(
+    local: Tensor, mesh: DeviceMesh, before: Placements, after: Placements, shape: Shape, operation: str, tracing: bool
+) -> tuple[Tensor, Pending]:
     """Start the exchange. The returned tensor is right once the returned Pending has been waited for."""
-    flat = _flatten(local)
-    group = _mesh_group(mesh, plan.across, False)
-    if plan.gather is not None:
+    plan, schedule, group = _scheduled(mesh, shape, before, after)
+    flat = local.reshape(-1) if tracing else _flatten(local)
+    if plan.gather is not None and not tracing:
         result = flat.new_empty(plan.numel)
         slots = [result[start:stop] for start, stop in plan.gather]
         here, across = cast(Shape, _coordinate(mesh)), cast(int, plan.across)
         slots[here[across]].copy_(flat)
         return result.view(plan.local_shape), all_gather_v(_by_group_rank(mesh, across, here, slots), group)
-
-    table = _rank_table(mesh)
-
-    def peer(coordinate: Shape) -> int:
-        return dist.get_group_rank(group, table[coordinate])
-
-    # One buffer per addend; without a Partial the only one is the result.
-    buffers: dict[int, Tensor] = {}
-    for addend in range(plan.addends):
-        if (
-            plan.addends > 1
-            and addend == plan.own_addend
-            and len(plan.keeps) == 1
-            and _is_view(plan.keeps[0], plan.numel)
-        ):
-            buffers[addend] = plan.keeps[0][0][0].of(flat)
-        else:
-            buffers[addend] = flat.new_empty(plan.numel)
-    arrived: list[tuple[Tensor, Tensor, Pieces]] = []
-    receives, sends = [], []
-    for coordinate, addend, places in plan.receives:
-        buffer = buffers[addend]
-        if len(places) == 1 and len(places[0].box) == 1:
-            receives.append((peer(coordinate), places[0].of(buffer)))
-        else:
-            packed = flat.new_empty(sum(place.numel for place in places))
-            receives.append((peer(coordinate), packed))
-            arrived.append((packed, buffer, places))
-    for coordinate, pieces in plan.sends:
-        sends.append((peer(coordinate), _packed(flat, pieces)))
-    pending = exchange(sends, receives, group)
-    own = buffers[plan.own_addend]
-    for pieces, places in plan.keeps:
-        if not (plan.addends > 1 and own.data_ptr() == pieces[0].of(flat).data_ptr()):
-            _unpack(_packed(flat, pieces), own, places)
-    result = buffers[0] if plan.addends == 1 else flat.new_empty(plan.numel)
+    if schedule.span is not None and schedule.span[1] > schedule.span[0]:
+        packed = flat[schedule.span[0] : schedule.span[1]]
+    else:
+        packed = torch.cat([p.of(flat).reshape(-1) for p in schedule.pieces]) if schedule.pieces else flat[:0]
+    if plan.idle or group.size() == 1:
+        arrived, pending = packed.clone(), Pending(())
+    elif tracing:
+        arrived, pending = traced_all_to_all_v(packed, schedule.received, schedule.sent, group), Pending(())
+    else:
+        arrived = flat.new_empty(sum(schedule.received))
+        pending = all_to_all_v(arrived, packed, schedule.received, schedule.sent, group)
+    if plan.addends == 1 and schedule.direct:
+        return arrived.view(plan.local_shape), pending
+    result = flat.new_empty(plan.numel)
 
     def finish() -> None:
         pending.wait()
-        # The sends must outlive their messages.
-        sends.clear()
-        for packed, buffer, places in arrived:
-            _unpack(packed, buffer, places)
+        if schedule.direct:
+            addends: Sequence[Tensor] = arrived.chunk(plan.addends) if plan.numel else [result] * plan.addends
+        else:
+            addends = [result] if plan.addends == 1 else [torch.empty_like(result) for _ in range(plan.addends)]
+            start = 0
+            for (addend, places), length in zip(schedule.places, schedule.received, strict=True):
+                _unpack(arrived[start : start + length], addends[addend], places)
+                start += length
         if plan.addends > 1:
-            _reduce([buffers[addend] for addend in range(plan.addends)], operation, result)
+            _reduce(addends, operation, result)
 
+    if tracing:
+        finish()
     return result.view(plan.local_shape), Pending((), finish)
-
-
-def _is_view(keep: tuple[Pieces, Pieces], numel: int) -> bool:
-    pieces, places = keep
-    return len(pieces) == 1 and len(pieces[0].box) == 1 and len(places[0].box) == 1 and places[0].numel == numel
 
 
 def _reduce(addends: Sequence[Tensor], operation: str, out: Tensor) -> None:
@@ -532,38 +572,6 @@ def _deferred(result: Tensor, pending: Pending) -> Tensor:
 
     torch._C._distributed_c10d._register_work(result, callback_work(arrive))
     return funcol.AsyncCollectiveTensor(result)
-
-
-def _run_traced(plan: ExchangePlan, local: Tensor, mesh: DeviceMesh, operation: str) -> Tensor:
-    """The exchange in functional ops, for a graph: pack by peer, all-to-all-v, unpack."""
-    flat = local.reshape(-1)
-    group = _mesh_group(mesh, plan.across, True)
-    table = _rank_table(mesh)
-    size = group.size()
-    sent: list[Pieces] = [()] * size
-    taken: list[tuple[int, Pieces]] = [(0, ())] * size
-    for coordinate, pieces in plan.sends:
-        sent[dist.get_group_rank(group, table[coordinate])] = pieces
-    for coordinate, addend, places in plan.receives:
-        taken[dist.get_group_rank(group, table[coordinate])] = (addend, places)
-    buffers = [flat.new_zeros(plan.numel) for _ in range(plan.addends)]
-    for pieces, places in plan.keeps:
-        _unpack(_packed(flat, pieces), buffers[plan.own_addend], places)
-    lengths = [sum(piece.numel for piece in pieces) for pieces in sent]
-    awaited = [sum(place.numel for place in places) for _, places in taken]
-    if size > 1:
-        parts = [_packed(flat, pieces) for pieces in sent if pieces]
-        received = all_to_all_v(torch.cat(parts) if parts else flat[:0].clone(), lengths, awaited, group)
-        start = 0
-        for (addend, places), length in zip(taken, awaited, strict=True):
-            if places:
-                _unpack(received[start : start + length], buffers[addend], places)
-            start += length
-    if plan.addends == 1:
-        return buffers[0].view(plan.local_shape)
-    result = flat.new_empty(plan.numel)
-    _reduce(buffers, operation, result)
-    return result.view(plan.local_shape)
 
 
 # ---- a region of a whole tensor ----

@@ -69,7 +69,7 @@ class Wire:
     def __enter__(self):
         self.received = 0
         self.saved = {
-            name: getattr(dist, name) for name in ("irecv", "broadcast", "all_gather_into_tensor", "all_to_all_single")
+            n: getattr(dist, n) for n in ("irecv", "broadcast", "all_to_all_single", "all_gather_into_tensor")
         }
 
         def irecv(tensor, *args, **kwargs):
@@ -77,16 +77,21 @@ class Wire:
             return self.saved["irecv"](tensor, *args, **kwargs)
 
         def broadcast(tensor, *args, **kwargs):
-            group = kwargs["group"]
-            if group.rank() != kwargs["group_src"]:
+            if kwargs["group"].rank() != kwargs["group_src"]:
                 self.received += tensor.nbytes
             return self.saved["broadcast"](tensor, *args, **kwargs)
+
+        def all_to_all_single(out, tensor, received, sent, **kwargs):
+            own = kwargs["group"].rank()
+            assert received[own] == sent[own], "a rank's own piece does not travel"
+            self.received += (sum(received) - received[own]) * out.element_size()
+            return self.saved["all_to_all_single"](out, tensor, received, sent, **kwargs)
 
         def other(*args, **kwargs):
             raise AssertionError("an unexpected collective")
 
-        dist.irecv, dist.broadcast = irecv, broadcast
-        dist.all_gather_into_tensor = dist.all_to_all_single = other
+        dist.irecv, dist.broadcast, dist.all_to_all_single = irecv, broadcast, all_to_all_single
+        dist.all_gather_into_tensor = other
         return self
 
     def __exit__(self, *_):
