@@ -25,10 +25,10 @@ __all__ = [
     "all_gather_in_place",
     "all_gather_v",
     "all_to_all_v",
+    "all_to_all_v_into",
     "exchange",
     "reduce_scatter_in_place",
     "reduce_scatter_scratch_numel",
-    "traced_all_to_all_v",
 ]
 
 
@@ -203,7 +203,7 @@ def all_gather_v(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
     return Pending([dist.all_gather(wired, wired[group.rank()], group=group, async_op=True)])
 
 
-def all_to_all_v(
+def all_to_all_v_into(
     out: Tensor, flat: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
 ) -> Pending:
     """Rank k gets ``sent[k]`` elements of the 1-D ``flat``, in order; ``out`` (1-D) takes ``received[k]`` from rank k.
@@ -217,7 +217,7 @@ def all_to_all_v(
     return Pending([dist.all_to_all_single(place, wired, *splits, group=group, async_op=True)])
 
 
-def traced_all_to_all_v(flat: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all_v(flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """The functional form, for torch.compile: returns the ``sum(received)`` elements that arrived, by source rank.
 
     Plain ``torch.distributed`` calls traced by AOTAutograd give wrong values without an error; only functional

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, exchange, traced_all_to_all_v
+from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, all_to_all_v_into, exchange
 from ragged_shard.placement import Box, RaggedShard, Region, Shape, check_placements, region_of
 
 __all__ = [
@@ -518,10 +518,10 @@ def _run(
     if plan.idle or group.size() == 1:
         arrived, pending = packed.clone(), Pending(())
     elif tracing:
-        arrived, pending = traced_all_to_all_v(packed, schedule.received, schedule.sent, group), Pending(())
+        arrived, pending = all_to_all_v(packed, schedule.sent, schedule.received, group), Pending(())
     else:
         arrived = flat.new_empty(sum(schedule.received))
-        pending = all_to_all_v(arrived, packed, schedule.received, schedule.sent, group)
+        pending = all_to_all_v_into(arrived, packed, schedule.received, schedule.sent, group)
     if plan.addends == 1 and schedule.direct:
         return arrived.view(plan.local_shape), pending
     result = flat.new_empty(plan.numel)
