@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragged_shard.bound import lower_bound, packing_bound, problems
+from ragged_shard.packing import search
 from ragged_shard.planner import BucketPlan, TensorSpec, plan_bucket, plan_model, validate
 from tests.ragged_shard.exact_solver import smallest_shard, smallest_shard_by_positions
 
@@ -210,6 +211,20 @@ def test_never_worse_than_the_papers_heuristic(specs: list[TensorSpec], world_si
     ours = plan_bucket(specs, world_size, alignment_bytes=alignment, max_buffers=1)
     assert ours.shard <= paper.shard
     assert lower_bound(specs, world_size, alignment_bytes=alignment) <= ours.lower_bound <= paper.shard
+
+
+def test_the_papers_plan_is_a_candidate() -> None:
+    """A bucket where its search finds what none of our orders does."""
+    a, b, c, d = (105, 14), (560, 14), (203, 28), (636, 24)
+    sizes = [a, a, a, a, b, b, a, c, b, d, c, b, c, d, a, a, d, b]
+    specs = [TensorSpec(str(i), numel, 1, block) for i, (numel, block) in enumerate(sizes)]
+    problem = problems(specs, 1)[0]
+    assert search(problem.kinds, 3, 1).shard == 2020, "our search alone; if it got better, find another bucket"
+    assert plan_bucket(specs, 3, alignment_bytes=1, method="paper").shard == 2018
+    plan = plan_bucket(specs, 3, alignment_bytes=1, max_buffers=1)
+    assert plan.shard == 2018
+    assert plan.optimal
+    validate(plan, specs, alignment_bytes=1)
 
 
 @examples(500)
