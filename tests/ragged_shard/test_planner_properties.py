@@ -20,6 +20,7 @@ from ragged_shard.planner import BucketPlan, TensorSpec, plan_bucket, plan_model
 from tests.ragged_shard.exact_solver import smallest_shard, smallest_shard_by_positions
 
 MORE = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 1
+pytestmark = pytest.mark.timeout(900 * MORE)  # well below a minute each on an idle core
 
 
 def examples(count: int) -> settings:
