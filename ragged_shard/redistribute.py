@@ -284,17 +284,25 @@ def _rank_table(mesh: DeviceMesh) -> dict[Shape, int]:
     return dict(zip(itertools.product(*map(range, mesh.shape)), flat, strict=True))
 
 
-@lru_cache(maxsize=256)
+# Groups of whole meshes that are smaller than the world, with the world in which they were made: an equal mesh in a
+# world that
+# was set up anew needs a new group.
+_SMALLER: dict[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
 def _mesh_group(mesh: DeviceMesh, across: int | None, exact: bool) -> dist.ProcessGroup:
     """The group of one mesh dim, or one that holds the whole mesh (``exact``: and no other rank)."""
-    if across is not None:
-        return mesh.get_group(across)
-    if mesh.ndim == 1:
-        return mesh.get_group(0)
-    ranks = sorted(_rank_table(mesh).values())
-    if not exact or len(ranks) == dist.get_world_size():
-        return cast(dist.ProcessGroup, dist.group.WORLD)
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+    if across is not None or mesh.ndim == 1:
+        return mesh.get_group(across or 0)
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    if not exact or mesh.size() == world.size():
+        return world
+    made = _SMALLER.get(mesh)
+    if made is None or made[0] is not world:
+        ranks = sorted(_rank_table(mesh).values())
+        group = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+        made = _SMALLER[mesh] = world, group
+    return made[1]
 
 
 def _by_group_rank(mesh: DeviceMesh, mesh_dim: int, here: Shape, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -486,9 +494,7 @@ def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, size: in
 
 
 @lru_cache(maxsize=4096)
-def _scheduled(
-    mesh: DeviceMesh, shape: Shape, before: Placements, after: Placements
-) -> tuple[ExchangePlan, Schedule, dist.ProcessGroup]:
+def _scheduled(mesh: DeviceMesh, shape: Shape, before: Placements, after: Placements) -> tuple[ExchangePlan, Schedule]:
     here = cast(Shape, _coordinate(mesh))
     plan = plan_exchange(shape, tuple(mesh.shape), here, before, after)
     group, table = _mesh_group(mesh, plan.across, True), _rank_table(mesh)
@@ -496,14 +502,15 @@ def _scheduled(
         c for c in table if plan.across is None or all(c[i] == here[i] for i in range(mesh.ndim) if i != plan.across)
     ]
     ranks = {coordinate: dist.get_group_rank(group, table[coordinate]) for coordinate in members}
-    return plan, _schedule(plan, ranks, here, group.size()), group
+    return plan, _schedule(plan, ranks, here, group.size())
 
 
 def _run(
     local: Tensor, mesh: DeviceMesh, before: Placements, after: Placements, shape: Shape, operation: str, tracing: bool
 ) -> tuple[Tensor, Pending]:
     """Start the exchange. The returned tensor is right once the returned Pending has been waited for."""
-    plan, schedule, group = _scheduled(mesh, shape, before, after)
+    plan, schedule = _scheduled(mesh, shape, before, after)
+    group = _mesh_group(mesh, plan.across, True)
     flat = local.reshape(-1) if tracing else _flatten(local)
     if plan.gather is not None and not tracing:
         result = flat.new_empty(plan.numel)

@@ -10,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -368,3 +369,56 @@ def odd_meshes():
 
 def test_meshes_whose_ranks_are_not_in_order():
     cluster.run(4, odd_meshes)
+
+
+def smaller_mesh():
+    """A 1x2 mesh in a world of three, whose both dims change at once."""
+    full = torch.arange(72.0).reshape(12, 6)
+    mesh = DeviceMesh("cpu", [[0, 2]])
+    if dist.get_rank() != 1:
+        a, b = (RaggedShard((0,), (1,)), Shard(1)), (Shard(0), RaggedShard((0, 1), (5, 1)))
+        y = distribute_tensor(full, mesh, a, src_data_rank=None).redistribute(placements=b)
+        assert torch.equal(y.to_local(), oracle.held(full, (1, 2), mesh.get_coordinate(), b))
+        assert torch.equal(y.full_tensor(), full)
+    dist.barrier()
+
+
+def test_a_mesh_smaller_than_the_world():
+    cluster.run(3, smaller_mesh)
+
+
+def test_a_world_that_is_set_up_anew():
+    """A mesh equal to one of an earlier world must not find that world's groups."""
+    code = """
+    import torch, torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from ragged_shard import RaggedShard
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1, 1))
+        one = RaggedShard((0,), (1,))
+        x = distribute_tensor(torch.ones(4, 2), mesh, [one, Shard(1)])
+        assert torch.equal(x.redistribute(placements=[Shard(0), one]).full_tensor(), torch.ones(4, 2))
+        dist.destroy_process_group()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=cluster.REPOSITORY, timeout=120)
+
+
+def small_dims():
+    """pytorch/pytorch#148269: a tensor whose every dim is smaller than the world is cut all the same."""
+    mesh = cluster.mesh((4,))
+    full = torch.arange(12.0).reshape(3, 2, 2)
+    x = distribute_tensor(full, mesh, [RaggedShard((0, 1, 2), (1, 1, 1, 1))])
+    assert x.to_local().numel() == 3 and torch.equal(x.full_tensor(), full)
+    # pytorch/pytorch#163843: uneven cuts on both dims of a mesh.
+    square = cluster.mesh((2, 2))
+    for rows in (5, 6, 7):
+        full = torch.arange(rows * 5.0).reshape(rows, 5)
+        for spec in ((RaggedShard((0,), (rows - 1, 1)), Shard(1)), (Shard(1), RaggedShard((0,), (2, rows - 2)))):
+            y = distribute_tensor(full, square, spec)
+            assert torch.equal(y.full_tensor(), full)
+            assert torch.equal((y * 2).redistribute(placements=(Shard(0), Shard(1))).full_tensor(), full * 2)
+
+
+def test_tensors_whose_dims_are_smaller_than_the_world_or_cut_unevenly():
+    cluster.run(4, small_dims)
