@@ -358,6 +358,12 @@ class RaggedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    # Under torch.compile this part runs as it is: collectives, and counters that are read.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _update(self) -> None:
         self._complete_states()
         grads = {param: self._local_grad(name, param) for name, param, _ in self.named_entries()}
         exchanges = self._plan_exchanges()
@@ -372,7 +378,6 @@ class RaggedOptimizer(Optimizer):
             elif isinstance(rule, BlockwiseRule):
                 self._step_blockwise(rule, group, grads)
         self._step_matrices(exchanges, grads)
-        return loss
 
     def _local_grad(self, name: str, param: Tensor) -> Tensor | None:
         """What lies here of the gradient; checked against the parameter."""

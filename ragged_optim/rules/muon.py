@@ -9,7 +9,8 @@ defaults.
 
 NorMuon (arXiv 2510.05491) also divides every row of O by the root of its running mean square, and keeps O's norm.
 
-Only the direction u and the update O travel, in ``ns_dtype``, in which the iteration would round them anyway.
+Only the direction u and the update O travel, in ``ns_dtype``, in which the iteration would round them anyway, or in
+``wire_dtype``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ragged_shard.policy import OrigParamPolicy
 
 __all__ = ["Muon", "MuonRule", "NorMuon", "NorMuonRule", "adjusted"]
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ADJUST_LR = (None, "original", "match_rms_adamw", "spectral")
 
 
@@ -48,6 +50,8 @@ class MuonRule(MatrixRule):
         "ns_steps": 5,
         "adjust_lr_fn": None,
         "ns_dtype": torch.bfloat16,
+        "wire_dtype": None,
+        "gram": False,
         "weight_decay_mode": "decoupled",
         "split_sizes": None,
         "flatten": False,
@@ -65,8 +69,10 @@ class MuonRule(MatrixRule):
         ns.schedule(group["ns_coefficients"], group["ns_steps"])
         if group["adjust_lr_fn"] not in ADJUST_LR:
             raise ValueError(f"muon: adjust_lr_fn must be one of {ADJUST_LR}, got {group['adjust_lr_fn']!r}")
-        if group["ns_dtype"] not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        if group["ns_dtype"] not in DTYPES:
             raise ValueError(f"muon: ns_dtype must be a floating dtype, got {group['ns_dtype']!r}")
+        if group["wire_dtype"] not in (None, *DTYPES):
+            raise ValueError(f"muon: wire_dtype must be None or a floating dtype, got {group['wire_dtype']!r}")
 
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
         if group["momentum_8bit"] and math.prod(shape) >= group["min_8bit_size"]:
@@ -74,24 +80,27 @@ class MuonRule(MatrixRule):
         return {"momentum_buffer": StateSpec(shape, group["state_dtype"])}
 
     def cost(self, rows: int, cols: int, group: Group) -> float:
-        return ns.flops(rows, cols, group["ns_coefficients"], group["ns_steps"])
+        return ns.flops(rows, cols, group["ns_coefficients"], group["ns_steps"], group["ns_dtype"], gram=group["gram"])
 
     def wire_dtype(self, dtype: torch.dtype, group: Group) -> torch.dtype:
-        return group["ns_dtype"]  # type: ignore[no-any-return]
+        wire: torch.dtype = group["wire_dtype"] or group["ns_dtype"]
+        return wire
 
     def direction(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Tensor:
         buf, momentum = state["momentum_buffer"], float(group["momentum"])
         grad = grad.to(buf.dtype)
-        kernel = _kernel_for(buf, grad) if group["ns_dtype"] == torch.bfloat16 else None
+        kernel = _kernel_for(buf, grad) if self.wire_dtype(param.dtype, group) == torch.bfloat16 else None
         if kernel is not None:
             return kernel.direction(buf, grad, momentum, nesterov=bool(group["nesterov"]))
         buf.lerp_(grad, 1 - momentum)
         if group["nesterov"]:
             return grad.lerp(buf, momentum)
-        return buf.to(group["ns_dtype"], copy=True)
+        return buf.to(self.wire_dtype(param.dtype, group), copy=True)
 
     def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
-        return ns.newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], float(group["eps"]))
+        matrix = matrix.to(group["ns_dtype"])
+        eps, gram = float(group["eps"]), bool(group["gram"])
+        return ns.newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], eps, gram=gram)
 
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
         alpha = -learning_rate(group) * adjusted(group["adjust_lr_fn"], shape)
@@ -127,7 +136,8 @@ class NorMuonRule(MuonRule):
         }
 
     def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
-        update = super().update(matrix, state, group).to(torch.promote_types(matrix.dtype, torch.float32))
+        update = super().update(matrix, state, group)
+        update = update.to(torch.promote_types(update.dtype, torch.float32))
         square = state["second_momentum_buffer"].lerp_(
             update.square().mean(1, keepdim=True).float(), 1 - group["beta2"]
         )
@@ -157,8 +167,11 @@ class Muon(RaggedOptimizer):
     as in torch.
 
     ``ns_coefficients``: three numbers, a list of triples or a name (``newton_schulz.COEFFICIENTS``). ``ns_dtype``:
-    dtype of the iteration and of what travels. ``split_sizes``: rows of independent matrices in a fused weight.
-    ``flatten``: treat (out, in, ...) as (out, in * ...), otherwise leading dims are a stack of matrices.
+    dtype of the iteration. ``wire_dtype``: dtype of what travels (default: the same, which loses nothing). ``gram``:
+    iterate on the Gram matrix where that is cheaper, see ``newton_schulz``. ``split_sizes``: rows of independent
+    matrices in a fused weight. ``flatten``: treat (out, in, ...) as (out, in * ...), otherwise leading dims are a
+    stack of matrices.
+
     ``momentum_8bit``: keep the momentum of parameters of ``min_8bit_size`` elements or more in 8 bits, in tiles (1.004
     bytes a number; ``policies.muon(block=Block.tile(32, 32))`` keeps the tiles whole).
     """
@@ -176,6 +189,8 @@ class Muon(RaggedOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
+        wire_dtype: torch.dtype | None = None,
+        gram: bool = False,
         weight_decay_mode: str = "decoupled",
         split_sizes: Sequence[int] | None = None,
         flatten: bool = False,
@@ -209,6 +224,8 @@ class Muon(RaggedOptimizer):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
             ns_dtype=ns_dtype,
+            wire_dtype=wire_dtype,
+            gram=gram,
             weight_decay_mode=weight_decay_mode,
             split_sizes=split_sizes,
             flatten=flatten,
@@ -240,6 +257,8 @@ class NorMuon(RaggedOptimizer):
         *,
         beta2: float = 0.95,
         ns_dtype: torch.dtype = torch.bfloat16,
+        wire_dtype: torch.dtype | None = None,
+        gram: bool = False,
         weight_decay_mode: str = "decoupled",
         split_sizes: Sequence[int] | None = None,
         flatten: bool = False,
@@ -274,6 +293,8 @@ class NorMuon(RaggedOptimizer):
             adjust_lr_fn=adjust_lr_fn,
             beta2=beta2,
             ns_dtype=ns_dtype,
+            wire_dtype=wire_dtype,
+            gram=gram,
             weight_decay_mode=weight_decay_mode,
             split_sizes=split_sizes,
             flatten=flatten,

@@ -15,7 +15,8 @@ from torch.optim import lr_scheduler
 
 import ragged_optim
 from ragged_optim import ParamPolicy
-from tests.ragged_optim.models import full
+from tests import cluster
+from tests.ragged_optim.models import full, shard
 
 NAMES = [
     name
@@ -55,10 +56,10 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
 def test_training_lowers_the_loss(name: str) -> None:
     module = model()
     optimizer = build(name, module, lr=0.02)
-    before = float(loss_of(module))
+    before = loss_of(module).item()
     for _ in range(10):
         step(optimizer, module)
-    assert float(loss_of(module)) < 0.9 * before
+    assert loss_of(module).item() < 0.9 * before
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,7 +75,7 @@ def test_closure_is_called_with_gradients_enabled_and_its_loss_returned(name: st
 
     with torch.no_grad():
         loss = optimizer.step(closure)
-    assert float(loss) > 0
+    assert loss.item() > 0
     assert optimizer.step() is None
 
 
@@ -312,6 +313,47 @@ def test_grad_scaler_skips_a_step_with_an_inf(name: str) -> None:
     assert not torch.equal(before[0], weights(module)[0])
 
 
+def scaled_steps(layout: str, infinite_rank: int) -> list[Any]:
+    mesh = cluster.mesh((2,))
+    params = [nn.Parameter(shard(full((8, 6), i), layout, mesh, 4)) for i in range(2)]
+    optimizer = ragged_optim.Muon([(f"{i}.weight", p) for i, p in enumerate(params)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))  # makes the scale
+    moved = []
+    for bad in (True, False):
+        before = [p.detach().to_local().clone() for p in params]
+        for i, param in enumerate(params):
+            param.grad = shard(full((8, 6), 9 + i), layout, mesh, 4)
+        if bad and torch.distributed.get_rank() == infinite_rank:
+            params[0].grad.to_local().view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append([not torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True)])
+    return [moved, scaler.get_scale()]
+
+
+@pytest.mark.parametrize("layout", ["shard0", "ragged"])
+def test_an_inf_on_one_rank_skips_the_step_on_all(layout: str) -> None:
+    for moved, scale in cluster.run(2, scaled_steps, layout, 1):
+        assert moved == [[False, False], [True, True]] and scale == 4.0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_step_under_torch_compile_is_the_same_step(name: str) -> None:
+    a, b = model(), model()
+    compiled, eager = build(name, a, lr=0.01), build(name, b, lr=0.01)
+    scheduler = lr_scheduler.ExponentialLR(compiled, 0.5), lr_scheduler.ExponentialLR(eager, 0.5)
+    run = torch.compile(compiled.step, backend="eager")
+    for seed in range(3):
+        for module, optimizer, go in ((a, compiled, run), (b, eager, eager.step)):
+            optimizer.zero_grad()
+            loss_of(module, seed).backward()
+            go()
+        scheduler[0].step()
+        scheduler[1].step()
+    assert_same(weights(a), weights(b))
+
+
 def test_meta_parameters_get_their_state_when_materialised() -> None:
     with torch.device("meta"):
         module = nn.Linear(4, 4)
@@ -327,7 +369,7 @@ def test_meta_parameters_get_their_state_when_materialised() -> None:
     assert len(optimizer.state_dict()["state"]) == 2
     module(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    assert float(module.weight.max()) < 1
+    assert module.weight.max().item() < 1
 
 
 def test_frozen_parameters_have_no_state_until_they_get_a_gradient() -> None:

@@ -98,9 +98,9 @@ def test_no_collective_for_matrices_that_lie_whole_on_their_owner(kind: str) -> 
     assert cluster.run(2, local_matrices, kind) == [{}, {}]
 
 
-def moving_matrices(count: int, dtype: torch.dtype) -> Any:
+def moving_matrices(count: int, dtype: torch.dtype, wire: torch.dtype | None = None) -> Any:
     params = [nn.Parameter(shard(full((16, 24), i), "shard0", cluster.mesh((2,)))) for i in range(count)]
-    optimizer = ragged_optim.Muon(params, ns_dtype=dtype)
+    optimizer = ragged_optim.Muon(params, ns_dtype=dtype, wire_dtype=wire)
     gradients(params)
     limit, exchange.BATCH_BYTES = exchange.BATCH_BYTES, 1
     try:
@@ -117,6 +117,11 @@ def test_two_all_to_alls_a_batch_of_one_matrix_per_owner(dtype: torch.dtype) -> 
         assert calls == {"all_to_all_single": 4, "all_reduce": 1}
         # Two matrices of 16 x 24 a batch: half of each goes out, half of the own update comes back.
         assert sorted(sent, key=str) == sorted([(384, dtype)] * 4, key=str)
+
+
+def test_bf16_on_the_wire_by_option() -> None:
+    for _, sent in cluster.run(2, moving_matrices, 2, torch.float32, torch.bfloat16):
+        assert [dtype for _, dtype in sent] == [torch.bfloat16] * 2
 
 
 def test_an_elementwise_optimizer_never_communicates() -> None:

@@ -40,7 +40,7 @@ def run(name: str, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
         ("Lion", {"weight_decay": 0.1, "weight_decay_mode": "cautious"}),
         ("Muon", {}),
         ("Muon", {"ns_dtype": torch.float32, "nesterov": False, "weight_decay_mode": "cautious"}),
-        ("NorMuon", {}),
+        ("NorMuon", {"ns_dtype": torch.float32, "wire_dtype": torch.bfloat16}),
         ("Shampoo", {"precondition_frequency": 2, "max_preconditioner_dim": 16}),
         ("SOAP", {"precondition_frequency": 1}),
     ],

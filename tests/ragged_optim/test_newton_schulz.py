@@ -91,6 +91,31 @@ def test_scale_free(scale: float, rows: int, cols: int) -> None:
     torch.testing.assert_close(newton_schulz(matrix * scale), newton_schulz(matrix), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize(("condition", "tolerance"), [(1.0, 1e-5), (100.0, 2e-3)])
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_iteration_on_the_gram_matrix_is_the_same_iteration(
+    name: str, condition: float, tolerance: float, tall: bool
+) -> None:
+    singular = torch.logspace(0, -torch.tensor(condition).log10().item(), 16)
+    matrix = with_spectrum(16, 80, singular)
+    x = (matrix.T if tall else matrix).contiguous()
+    wide = matrix / matrix.norm()
+    for a, b, c in schedule(name, 6):
+        gram = wide @ wide.T
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    expected = wide.T if tall else wide
+    torch.testing.assert_close(newton_schulz(x, name, 6, gram=True), expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(newton_schulz(x.float(), name, 6, gram=True).double(), expected, rtol=0, atol=tolerance)
+    narrow = newton_schulz(x.bfloat16(), name, 6)
+    assert torch.equal(newton_schulz(x.bfloat16(), name, 6, gram=True), narrow)
+
+
+def test_the_gram_matrix_costs_less_where_it_is_used() -> None:
+    assert flops(64, 256, dtype=torch.float32, gram=True) < 0.7 * flops(64, 256)
+    assert flops(64, 100, dtype=torch.float32, gram=True) == flops(64, 256, gram=True) - flops(64, 256) + flops(64, 100)
+
+
 def test_zero_stays_zero() -> None:
     assert torch.equal(newton_schulz(torch.zeros(3, 4)), torch.zeros(3, 4))
 
