@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations
 
 from ragged_shard.bound import Kind, Target, ceil_div, round_up, targets, threshold, tightest
@@ -202,14 +202,13 @@ class _Search:
         self.budget = Budget(work_limit)
         self.numel = sum(k.numel * k.copies for k in kinds)
         # Free kinds fit anywhere without a gap, whatever S is: they fill the gaps that the others leave.
-        self.free = sorted((i for i, k in enumerate(kinds) if alignment % k.block == 0), key=lambda i: -kinds[i].numel)
+        self.free = [i for i, k in enumerate(kinds) if alignment % k.block == 0]
+        self.free.sort(key=lambda i: -kinds[i].numel)
         self.bound = [i for i, k in enumerate(kinds) if alignment % k.block]
         self.bound.sort(key=lambda i: (-kinds[i].block, -kinds[i].numel))
-        self.by_volume = sorted(self.bound, key=lambda i: (-kinds[i].numel * kinds[i].copies, -kinds[i].block))
         self.free_numel = sum(kinds[i].numel * kinds[i].copies for i in self.free)
         self.largest = max(k.block for k in kinds)
         self.favourite = 0
-        self.exact_kinds, self.exact_steps = self._exact_kinds()
 
     def fits(self, shard: int) -> list[Run] | None:
         """A layout in shards of ``shard`` elements that one of the packers finds, or None."""
@@ -260,7 +259,13 @@ class _Search:
         # two kinds make most of the bucket; the smallest of the others shift them against the boundaries
         return [*by_volume[:2], *by_volume[:1:-1], *free], share
 
-    def _exact_kinds(self) -> tuple[int, int]:
+    @cached_property
+    def by_volume(self) -> list[int]:
+        kinds = self.kinds
+        return sorted(self.bound, key=lambda i: (-kinds[i].numel * kinds[i].copies, -kinds[i].block))
+
+    @cached_property
+    def exact(self) -> tuple[int, int]:
         """How many kinds, the largest first, an exact packing can take, and the steps it costs then."""
         states, steps = 1, 0
         for taken, kind in enumerate(sorted(self.kinds, reverse=True)):
@@ -272,7 +277,7 @@ class _Search:
 
     def _best_order(self, shard: int) -> list[Run] | None:
         """The exact order of the largest tensors, with the small ones put into the gaps."""
-        kinds, taken = self.kinds, self.exact_kinds
+        kinds, taken = self.kinds, self.exact[0]
         by_numel = sorted(range(len(kinds)), key=lambda i: kinds[i], reverse=True)
         large, small = by_numel[:taken], by_numel[taken:]
         limit = shard * self.world_size
@@ -317,7 +322,8 @@ class _Search:
     def every_shard(self, bound: int, best: int, runs: list[Run]) -> tuple[int, list[Run], int]:
         """(shard, runs, bound) after trying every shard between the two exactly, if that is little work."""
         shards = range(bound, best, self.alignment)
-        if self.exact_kinds < len(self.kinds) or len(shards) * self.exact_steps > EXHAUSTIVE_STEPS:
+        taken, steps = self.exact
+        if taken < len(self.kinds) or len(shards) * steps > EXHAUSTIVE_STEPS:
             return best, runs, bound
         for shard in shards:
             found = pack_exactly(self.kinds, shard, shard * self.world_size, budget=self.budget)

@@ -473,7 +473,7 @@ def table(sizes: Sequence[GroupSize]) -> list[str]:
 def legend(sizes: Sequence[GroupSize], options: Options) -> list[str]:
     lines = [
         "padding     elements of the buffers that belong to no parameter, over the elements of the parameters",
-        'bound       what no even flat buffers can beat; "proved" where the plan meets it',
+        'bound       what no even buffers of the same tensors can beat; "proved" where the plan meets it',
         "params ...  bytes per rank: parameters, gradients, and the state of each optimizer; padding included",
         "gathered    the largest transient buffer: one bucket, all-gathered",
         "collective  bytes that a rank sends in the largest collective; step: in a training step, all collectives",
