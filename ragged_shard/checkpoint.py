@@ -8,7 +8,6 @@ keys.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -108,12 +107,3 @@ def load_from_full(state: DTensor, full: Tensor) -> DTensor:
     with torch.no_grad():
         state.to_local().copy_(piece)
     return state
-
-
-def tiles_once(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Any) -> bool:
-    """Whether the boxes of all ranks cover the tensor exactly once (replicas counted once); for tests and doctors."""
-    seen: dict[tuple[int, ...], Box] = {}
-    for rank in itertools.product(*map(range, mesh_shape)):
-        for box in region_of(shape, mesh_shape, rank, placements).boxes():
-            seen[box.offsets] = box
-    return sum(box.numel for box in seen.values()) == math.prod(shape)

@@ -103,8 +103,7 @@ def from_local(
     region = region_of(tuple(shape), tuple(mesh.shape), coordinate or (), resolved)
     wrong = _misfit(local_tensor, region.local_shape)
     if run_check:
-        answers: list[Any] = [None] * _mesh_size(mesh)
-        _gather_objects(answers, (wrong, str(local_tensor.dtype)), mesh)
+        answers = _gather_objects((wrong, str(local_tensor.dtype)), mesh)
         bad = [f"rank {rank}: {text}" for rank, (text, _) in answers if text]
         kinds = {kind for _, (_, kind) in answers}
         if len(kinds) > 1:
@@ -120,6 +119,8 @@ def from_local(
     if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
         local_tensor = local_tensor.to(mesh.device_type)
     local = local_tensor.contiguous().view(region.local_shape)
+    if not shape:
+        return _ScalarFromLocal.apply(local, mesh, resolved)  # type: ignore[no-any-return, no-untyped-call]
     return stock(  # type: ignore[no-any-return]
         local,
         mesh,
@@ -129,6 +130,20 @@ def from_local(
         grad_placements=grad_placements,
         **options,
     )
+
+
+class _ScalarFromLocal(torch.autograd.Function):
+    """``from_local`` of a 0-d tensor: torch takes the empty shape for no shape at all, and tries to infer one."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+        ctx.placements = placements
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(()), (), local.dtype))
+        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].redistribute(placements=ctx.placements).to_local(), None, None
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -152,42 +167,35 @@ def _misfit(local: Tensor, expected: Shape) -> str:
     )
 
 
-def _mesh_size(mesh: DeviceMesh) -> int:
-    return mesh.size()
-
-
-def _gather_objects(answers: list[Any], value: Any, mesh: DeviceMesh) -> None:
-    """Fill ``answers`` with ``(global rank, value)`` of every rank of the mesh, mesh dim by mesh dim."""
+def _gather_objects(value: Any, mesh: DeviceMesh) -> list[tuple[int, Any]]:
+    """``(global rank, value)`` of every rank of the mesh, in the order of ranks; gathered mesh dim by mesh dim."""
     values: list[Any] = [(dist.get_rank(), value)]
     for mesh_dim in range(mesh.ndim):
         rows: list[Any] = [None] * mesh.size(mesh_dim)
         dist.all_gather_object(rows, values, group=mesh.get_group(mesh_dim))
         values = [item for row in rows for item in row]
-    answers[:] = sorted(values)
+    return sorted(values, key=lambda item: item[0])
 
 
 def _exchanged_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], run_check: bool) -> Shape:
-    ragged = next(p for p in placements if isinstance(p, RaggedShard))
+    """The global shape that the rows of all ranks add up to."""
+    mesh_dim, ragged = next((i, p) for i, p in enumerate(placements) if isinstance(p, RaggedShard))
     if not run_check or any(isinstance(p, Shard) for p in placements) or len(ragged.dims) != 1:
         raise ValueError(
             "DTensor.from_local with a RaggedShard needs shape= and stride= of the global tensor: shards differ "
-            "between ranks, and "
-            "a rank without elements cannot tell them (with dims=(0,) and run_check=True they are exchanged)"
+            "between ranks, and a rank without elements cannot tell them (with dims=(0,), no Shard beside it, and "
+            "run_check=True they are exchanged)"
         )
-    answers: list[Any] = []
-    _gather_objects(answers, tuple(local.shape), mesh)
-    mesh_dim = next(i for i, p in enumerate(placements) if isinstance(p, RaggedShard))
-    mine = mesh.get_coordinate() or ()
+    check_placements((0,), tuple(mesh.shape), placements)
     rows: list[Any] = [None] * mesh.size(mesh_dim)
     dist.all_gather_object(rows, tuple(local.shape), group=mesh.get_group(mesh_dim))
-    held = {
-        (sizes[0] / units, sizes[1:]) for sizes, units in zip(rows, ragged.local_units, strict=True) if units and sizes
+    # Not every rank can tell how many rows a unit has, but all that can must agree.
+    told = {
+        (sizes[0] * ragged.total_units / units, sizes[1:])
+        for sizes, units in zip(rows, ragged.local_units, strict=True)
+        if units and sizes
     }
-    if len(held) != 1 or any(
-        sizes and sizes[0] for sizes, units in zip(rows, ragged.local_units, strict=True) if not units
-    ):
-        raise ValueError(
-            f"DTensor.from_local: local shapes {rows} on mesh dim {mesh_dim} do not fit {ragged!r} (seen from {mine})"
-        )
-    ((per_unit, suffix),) = held
-    return (round(per_unit * ragged.total_units), *suffix)
+    if len(told) != 1 or not next(iter(told))[0].is_integer():
+        raise ValueError(f"DTensor.from_local: the local shapes {rows} on mesh dim {mesh_dim} do not fit {ragged!r}")
+    ((count, suffix),) = told
+    return (int(count), *suffix)

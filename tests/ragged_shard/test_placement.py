@@ -327,6 +327,24 @@ def canonical_layout():
     assert exchanged.shape == column.shape and torch.equal(exchanged.full_tensor(), column)
 
 
+def zero_dims():
+    mesh = cluster.mesh((3,))
+    p = RaggedShard((), (0, 1, 0))
+    local = torch.full((int(dist.get_rank() == 1),), 2.5).requires_grad_()
+    x = DTensor.from_local(local, mesh, [p], shape=torch.Size(()), stride=(), run_check=True)
+    assert x.shape == () and x.full_tensor().item() == 2.5
+    (x * 3).to_local().sum().backward()
+    assert torch.equal(local.grad, torch.full_like(local, 3.0))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [p]))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], 0.5).step()
+    assert parameter.full_tensor().item() == 1.5
+
+
+def test_tensors_without_dims():
+    cluster.run(3, zero_dims)
+
+
 def test_from_local_views_every_form_in_the_canonical_layout():
     cluster.run(3, canonical_layout)
 
