@@ -321,16 +321,22 @@ def _coordinate(mesh: DeviceMesh) -> Shape | None:
 
 def validate_specs(current: DTensorSpec, target: DTensorSpec) -> None:
     """Raise on every rank alike, before any communication, when either spec cannot be or cannot be reached."""
-    shape, mesh_shape = tuple(current.shape), tuple(current.mesh.shape)
     for spec in (current, target):
-        check_placements(shape, mesh_shape, spec.placements)
         if not spec.use_strided_shard_as_shard_order and not DTensorSpec.is_default_device_order(spec.shard_order):
             raise NotImplementedError(f"a RaggedShard with the shard order {spec.shard_order} is not supported")
-    for mesh_dim, (p, q) in enumerate(zip(current.placements, target.placements, strict=True)):
+    _validate(tuple(current.shape), tuple(current.mesh.shape), current.placements, target.placements)
+
+
+@lru_cache(maxsize=8192)
+def _validate(shape: Shape, mesh_shape: Shape, before: Placements, after: Placements) -> None:
+    """As ``validate_specs``; errors are not remembered, so they are raised again."""
+    check_placements(shape, mesh_shape, before)
+    check_placements(shape, mesh_shape, after)
+    for mesh_dim, (p, q) in enumerate(zip(before, after, strict=True)):
         if q.is_partial() and p != q and not p.is_replicate():
             raise NotImplementedError(
                 f"cannot redistribute {p!r} to {q!r} on mesh dim {mesh_dim}: values that are cut would become addends; "
-                f"redistribute to Replicate instead"
+                "redistribute to Replicate instead"
             )
 
 
@@ -341,9 +347,8 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
     """
     if current.mesh != target.mesh:
         raise NotImplementedError(
-            f"a RaggedShard cannot be redistributed to another mesh ({current.mesh} to {target.mesh}); save and "
-            "load it with "
-            f"torch.distributed.checkpoint instead"
+            f"a RaggedShard cannot be redistributed to another mesh ({current.mesh} to {target.mesh}); save and load it "
+            "with torch.distributed.checkpoint instead"
         )
     validate_specs(current, target)
     mesh, shape = current.mesh, tuple(current.shape)
@@ -387,6 +392,7 @@ def _reduced(before: Placements, after: Placements) -> Placements:
     return tuple(q if p.is_partial() and q.is_replicate() else p for p, q in zip(before, after, strict=True))
 
 
+@lru_cache(maxsize=4096)
 def _total_numel(shape: Shape, mesh_shape: Shape, placements: Placements) -> int:
     """Elements of all local tensors together: what decides where an all-reduce is cheapest, the same on every rank."""
     total = 0
