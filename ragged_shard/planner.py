@@ -623,8 +623,8 @@ def why(problem: Problem, layout: Layout, world_size: int) -> list[str]:
         )
     elif target.why == "threshold":
         sentences.append(
-            f"{same} can be cut only once, unless its block divides the shard, and either part may have "
-            f"no more than a shard: {target.need:,} elements"
+            f"{same} can be cut only once unless the block divides the shard, so a shard must hold "
+            f"the larger part, {target.need:,} elements"
         )
     elif target.why == "chain":
         sentences.append(
@@ -632,7 +632,7 @@ def why(problem: Problem, layout: Layout, world_size: int) -> list[str]:
         )
     if target.shard > round_up(target.need, problem.alignment):
         blocks = [named(problem, partial(spans, block, target.need)) for block in target.forced]
-        sentences.append(f"shard forced to a multiple of {step:,} by {' and '.join(blocks)}, longer than two shards")
+        sentences.append(f"shard forced to a multiple of {step:,} by {' and '.join(blocks)}, longer than a shard")
     if layout.lower_bound > target.shard:
         sentences.append(f"no order of the tensors fits a shard below {layout.lower_bound:,}: all were tried")
     if layout.shard > layout.lower_bound:
