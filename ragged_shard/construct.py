@@ -121,15 +121,9 @@ def from_local(
     local = local_tensor.contiguous().view(region.local_shape)
     if not shape:
         return _ScalarFromLocal.apply(local, mesh, resolved)  # type: ignore[no-any-return, no-untyped-call]
-    return stock(  # type: ignore[no-any-return]
-        local,
-        mesh,
-        resolved,
-        shape=shape,
-        stride=contiguous_stride(shape),
-        grad_placements=grad_placements,
-        **options,
-    )
+    if grad_placements is not None:  # an older torch has no such argument
+        options["grad_placements"] = grad_placements
+    return stock(local, mesh, resolved, shape=shape, stride=contiguous_stride(shape), **options)  # type: ignore[no-any-return]
 
 
 class _ScalarFromLocal(torch.autograd.Function):

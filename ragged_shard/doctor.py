@@ -27,6 +27,8 @@ def report() -> tuple[str, bool]:
         healthy = healthy and not wrong
         if wrong:
             status = "MISFIT"
+        elif not hook.is_needed():
+            status = "not needed"
         else:
             status = "installed" if hook.is_installed() else "fits"
         lines.append(f"  {status:<10} {hook.path}")

@@ -48,6 +48,8 @@ class Hook:
     make: Callable[[Any], Any]
     why: str
     static: bool = False
+    optional: bool = False
+    """A torch without the attribute does not need the hook."""
     passes_on: bool = False
     """The replacement hands every further argument to the stock function, so new ones do no harm."""
     code: bool = False
@@ -67,6 +69,13 @@ class Hook:
 
     def current(self) -> Any:
         return getattr(self.owner, self.name)
+
+    def is_needed(self) -> bool:
+        try:
+            self.current()
+        except (ImportError, AttributeError):
+            return not self.optional
+        return True
 
     def is_installed(self) -> bool:
         return self.path in _INSTALLED and self.current() is _INSTALLED[self.path]
@@ -284,6 +293,7 @@ HOOKS: tuple[Hook, ...] = (
         _nested_redistribute_forward,
         "a second derivative would stay in the layout of the first",
         static=True,
+        optional=True,
         passes_on=True,
     ),
     Hook(
@@ -367,7 +377,8 @@ def probe(hooks: tuple[Hook, ...] = HOOKS, *, shared: bool = True) -> list[str]:
         try:
             found = hook.current()
         except (ImportError, AttributeError) as error:
-            wrong.append(f"{hook.path} does not exist ({error})")
+            if not hook.optional:
+                wrong.append(f"{hook.path} does not exist ({error})")
             continue
         if hook.is_installed() or not hook.arguments:
             continue
@@ -445,7 +456,7 @@ def _probe_types() -> list[str]:
 
 
 def installed() -> bool:
-    return all(hook.is_installed() for hook in HOOKS)
+    return all(_has(hook) for hook in HOOKS)
 
 
 def install() -> None:
@@ -474,7 +485,7 @@ def install() -> None:
                 + "\nNothing was changed. Install a torch that fits."
             )
         for hook in HOOKS:
-            if not hook.is_installed():
+            if not _has(hook):
                 _set(hook)
         _register_types()
         torch._C._clear_DTensor_sharding_propagator_cache()
@@ -482,7 +493,7 @@ def install() -> None:
 
 def _has(hook: Hook) -> bool:
     try:
-        return hook.is_installed()
+        return not hook.is_needed() or hook.is_installed()
     except (ImportError, AttributeError):
         return False
 

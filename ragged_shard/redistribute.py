@@ -347,7 +347,8 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
     """
     if current.mesh != target.mesh:
         raise NotImplementedError(
-            f"a RaggedShard cannot be redistributed to another mesh ({current.mesh} to {target.mesh}); save and load it "
+            f"a RaggedShard cannot be redistributed to another mesh ({current.mesh} to {target.mesh}); save and "
+            "load it "
             "with torch.distributed.checkpoint instead"
         )
     validate_specs(current, target)
