@@ -19,7 +19,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -233,6 +233,17 @@ class Bucket:
             number = next(_issued)
             agree(self.mesh, "RAGGED_DEBUG", lambda: f"collective {number}: {collective} of {self.name!r}")
 
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Say which collective of which bucket a backend's bare error (a peer is late or gone) belongs to."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the {what} of bucket {self.name!r} failed on rank {dist.get_rank()}: {error}. Another rank has died, "
+                f"raised an error, or runs other modules (RAGGED_DEBUG=1 shows the first collective that differs)"
+            ) from error
+
     def _note(self, action: str, label: str = "") -> None:
         """What the schedule did, on the pool's timeline: ``fsdp.simulate`` replays these on other numbers of ranks."""
         if self.pool is not None:
@@ -294,8 +305,9 @@ class Bucket:
         if self.is_unsharded:
             return
         self._note("wait_gather")
-        for gather in self._gathers:
-            gather.wait()
+        with self._naming("all-gather of the parameters"):
+            for gather in self._gathers:
+                gather.wait()
         self._note("gathered")
         self._gathers.clear()
         with torch._C.DisableTorchFunctionSubclass():
@@ -495,7 +507,7 @@ class Bucket:
             return
         self._note("wait_reduce")
         assert self.streams is not None
-        with self.streams.on(self.streams.reduce), torch.no_grad():
+        with self.streams.on(self.streams.reduce), torch.no_grad(), self._naming("reduction of the gradients"):
             for buffer, pending in reductions:
                 pending.wait()
                 assert buffer.full_grads is not None

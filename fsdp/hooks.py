@@ -76,6 +76,7 @@ class State:
         self._to_run: set[nn.Module] = set()
         # Of forwards that have begun: the call's number and the autograd nodes of its inputs.
         self._open: list[tuple[int, list[Node]]] = []
+        self._recomputing: list[tuple[int, list[Node]]] = []
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -143,12 +144,15 @@ class State:
             # An activation checkpoint recomputes: backward will use these parameters at once.
             self.bucket.unshard()
             self.bucket.wait_unshard()
-            return self._cast_inputs(args, kwargs)
+            args, kwargs = self._cast_inputs(args, kwargs)
+            self._recomputing.append(self._watch_inputs((args, kwargs)))
+            return args, kwargs
         schedule = self.lazy_init()
         if schedule.enter_forward(self):
             for state in self._below:
                 state._to_run.clear()
                 state._open.clear()
+                state._recomputing.clear()
         if not self._to_run and not self._open:
             self._to_run.update(self.modules)
             schedule.before_forward(self.bucket, [s.bucket for s in self.forward_prefetch])
@@ -162,7 +166,13 @@ class State:
     @_outside_graphs
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
-            return self._cast_output(output)
+            call, inputs = self._recomputing.pop()
+            output = self._cast_output(output)
+            # A reentrant checkpoint: the graph made now is the one that backward will walk. (The other kind stops its
+            # recomputation early, or drops what it made.)
+            for tensor in _differentiable(output) if torch.is_grad_enabled() else ():
+                tensor.register_hook(functools.partial(self._entered, call, inputs))
+            return output
         assert self.schedule is not None
         if output is None and sys.exc_info()[0] is not None:
             self.forward_failed()
