@@ -284,25 +284,15 @@ def _rank_table(mesh: DeviceMesh) -> dict[Shape, int]:
     return dict(zip(itertools.product(*map(range, mesh.shape)), flat, strict=True))
 
 
-# Groups of whole meshes that are smaller than the world, with the world in which they were made: an equal mesh in a
-# world that
-# was set up anew needs a new group.
-_SMALLER: dict[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+def _mesh_group(mesh: DeviceMesh, across: int | None) -> tuple[dist.ProcessGroup, bool]:
+    """The group of one mesh dim, or of the whole mesh, and whether it holds no other rank.
 
-
-def _mesh_group(mesh: DeviceMesh, across: int | None, exact: bool) -> dist.ProcessGroup:
-    """The group of one mesh dim, or one that holds the whole mesh (``exact``: and no other rank)."""
+    A mesh of several dims that is smaller than the world has no group of its own: it gets the world's.
+    """
     if across is not None or mesh.ndim == 1:
-        return mesh.get_group(across or 0)
+        return mesh.get_group(across or 0), True
     world = cast(dist.ProcessGroup, dist.group.WORLD)
-    if not exact or mesh.size() == world.size():
-        return world
-    made = _SMALLER.get(mesh)
-    if made is None or made[0] is not world:
-        ranks = sorted(_rank_table(mesh).values())
-        group = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
-        made = _SMALLER[mesh] = world, group
-    return made[1]
+    return world, mesh.size() == world.size()
 
 
 def _by_group_rank(mesh: DeviceMesh, mesh_dim: int, here: Shape, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -504,12 +494,33 @@ def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, size: in
 def _scheduled(mesh: DeviceMesh, shape: Shape, before: Placements, after: Placements) -> tuple[ExchangePlan, Schedule]:
     here = cast(Shape, _coordinate(mesh))
     plan = plan_exchange(shape, tuple(mesh.shape), here, before, after)
-    group, table = _mesh_group(mesh, plan.across, True), _rank_table(mesh)
+    (group, exact), table = _mesh_group(mesh, plan.across), _rank_table(mesh)
     members = [
         c for c in table if plan.across is None or all(c[i] == here[i] for i in range(mesh.ndim) if i != plan.across)
     ]
-    ranks = {coordinate: dist.get_group_rank(group, table[coordinate]) for coordinate in members}
-    return plan, _schedule(plan, ranks, here, group.size())
+    if exact:
+        ranks = {coordinate: dist.get_group_rank(group, table[coordinate]) for coordinate in members}
+    else:
+        ranks = {coordinate: number for number, coordinate in enumerate(members)}
+    return plan, _schedule(plan, ranks, here, len(members))
+
+
+def _messages(
+    schedule: Schedule, mesh: DeviceMesh, packed: Tensor, arrived: Tensor, here: Shape, world: dist.ProcessGroup
+) -> Pending:
+    """The all-to-all-v among the ranks of a mesh without a group of its own: messages between them in the world's
+    group."""
+    sends, receives, sent, received = [], [], 0, 0
+    for (coordinate, rank), out, back in zip(_rank_table(mesh).items(), schedule.sent, schedule.received, strict=True):
+        piece, place = packed[sent : sent + out], arrived[received : received + back]
+        if coordinate == here:
+            place.copy_(piece)
+        else:
+            peer = dist.get_group_rank(world, rank)
+            sends += [(peer, piece)] if out else []
+            receives += [(peer, place)] if back else []
+        sent, received = sent + out, received + back
+    return exchange(sends, receives, world)
 
 
 def _run(
@@ -517,7 +528,7 @@ def _run(
 ) -> tuple[Tensor, Pending]:
     """Start the exchange. The returned tensor is right once the returned Pending has been waited for."""
     plan, schedule = _scheduled(mesh, shape, before, after)
-    group = _mesh_group(mesh, plan.across, True)
+    group, exact = _mesh_group(mesh, plan.across)
     flat = local.reshape(-1) if tracing else _flatten(local)
     if plan.gather is not None and not tracing:
         result = flat.new_empty(plan.numel)
@@ -529,13 +540,22 @@ def _run(
         packed = flat[schedule.span[0] : schedule.span[1]]
     else:
         packed = torch.cat([p.of(flat).reshape(-1) for p in schedule.pieces]) if schedule.pieces else flat[:0]
-    if plan.idle or group.size() == 1:
+    if plan.idle or len(schedule.sent) == 1:
         arrived, pending = packed.clone(), Pending(())
+    elif tracing and not exact:
+        raise NotImplementedError(
+            f"redistribution across the dims of {mesh} cannot be compiled, because the mesh is smaller than the "
+            "world and "
+            "has no group that holds all of it; change one mesh dim at a time, or redistribute outside torch.compile"
+        )
     elif tracing:
         arrived, pending = all_to_all_v(packed, schedule.sent, schedule.received, group), Pending(())
     else:
         arrived = flat.new_empty(sum(schedule.received))
-        pending = all_to_all_v_into(arrived, packed, schedule.received, schedule.sent, group)
+        if exact:
+            pending = all_to_all_v_into(arrived, packed, schedule.received, schedule.sent, group)
+        else:
+            pending = _messages(schedule, mesh, packed, arrived, cast(Shape, _coordinate(mesh)), group)
     if plan.addends == 1 and schedule.direct:
         return arrived.view(plan.local_shape), pending
     result = flat.new_empty(plan.numel)
@@ -645,7 +665,7 @@ def _scatter(full: Tensor, mesh: DeviceMesh, here: Shape, placements: Placements
     flat = _flatten(full)
     copies = [i for i, placement in enumerate(placements) if placement.is_replicate()]
     root = (source,) * len(mesh_shape)
-    group, table = _mesh_group(mesh, None, False), _rank_table(mesh)
+    (group, _), table = _mesh_group(mesh, None), _rank_table(mesh)
     region = region_of(shape, mesh_shape, here, placements)
     sends, receives = [], []
     if here == root:
