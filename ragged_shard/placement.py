@@ -156,7 +156,7 @@ class RaggedShard(Placement):
 
     def __str__(self) -> str:
         units = ",".join(map(str, self.local_units)) if len(self.local_units) <= 8 else f"{len(self.local_units)} ranks"
-        return f"Ragged({len(self.dims)}:{units})"
+        return f"Ragged(dims {','.join(map(str, self.dims)) or 'none'}: {units})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         return f"{type(self).__name__}({self.dims!r}, {self.local_units!r})", {type(self).__name__: type(self)}
