@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -46,7 +45,7 @@ def optimizer_of(name: str, model: nn.Module) -> Any:
 
 def train(name: str, runtime: str, mesh_shape: tuple[int, ...]) -> list[str]:
     model = Model()
-    mesh = cluster.mesh(mesh_shape)
+    mesh = cluster.mesh(mesh_shape, ("replicate", "shard")[-len(mesh_shape) :])
     if runtime == "fsdp2":
         from torch.distributed.fsdp import fully_shard as shard_with
     else:
