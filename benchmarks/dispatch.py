@@ -35,7 +35,7 @@ from ragged_shard import RaggedShard
 
 LIMIT = 1.10
 TENSORS = 50
-GATHER_SIZES = (64, 4096)
+GATHER_SIZES = (64, 4096, 16384)
 
 
 def operators(placement: Any) -> dict[str, tuple[Callable[[], Any], int]]:

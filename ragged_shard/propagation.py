@@ -649,9 +649,8 @@ def _across(
             return (torch.amax if kind == "max" else torch.amin)(local, local_dims).reshape(shape)
         if kind in ("any", "all"):
             return (torch.any if kind == "any" else torch.all)(local, local_dims).reshape(shape)
-        if kind == "product":
-            result = local if everything else local.transpose(0, 0)
-            return torch.prod(result.reshape(-1) if everything else result, *([] if everything else [0])).reshape(shape)
+        if kind == "product":  # prod takes one dim at most
+            return (torch.prod(local) if everything else torch.prod(local, 0)).reshape(shape)
         return (torch.nansum if op is aten.nansum.default else torch.sum)(
             local, local_dims, dtype=kwargs.get("dtype")
         ).reshape(shape)
