@@ -31,14 +31,19 @@ from ragged_optim.layout import Extent
 from ragged_shard.block import Block
 
 __all__ = [
+    "DYNAMIC_ZERO",
     "Segment",
     "Tiling",
     "decode_m",
     "decode_tiles",
     "decode_v",
+    "dynamic_map",
+    "encode_dynamic",
+    "encode_dynamic_root",
     "encode_m",
     "encode_tiles",
     "encode_v",
+    "inverse",
     "keys",
     "noise",
     "scale_exponents",
@@ -202,6 +207,54 @@ def encode_m(magnitude: Tensor, signed: Tensor) -> Tensor:
     bits = magnitude.add_(OFFSET).view(torch.int32)
     sign = signed.view(torch.int32).bitwise_right_shift_(31)
     return bits.add_(1 << 19).bitwise_right_shift_(20).bitwise_xor_(sign)
+
+
+# ---- the dynamic map ------------------------------------------------------------------------------------------------
+
+# Where the signed map holds zero; the unsigned one holds it at 0.
+DYNAMIC_ZERO = 127
+
+
+@functools.cache
+def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
+    """The 256 ascending values of the dynamic map (arXiv 2110.02861): seven decades, a bit more of precision in each.
+
+    signed: [-0.993, 1]; unsigned: [0, 1], for roots of v.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        values += means + ([-x for x in means] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float64).float().to(device)
+
+
+@functools.cache
+def _middles(device: torch.device) -> Tensor:
+    values = dynamic_map(device, signed=True)
+    return (values[1:] + values[:-1]) / 2
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 for 0."""
+    return torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+def encode_dynamic(value: Tensor) -> Tensor:
+    """Codes (int32) of ``value`` in [-1, 1], to nearest."""
+    return torch.bucketize(value.contiguous(), _middles(value.device), out_int32=True)
+
+
+def encode_dynamic_root(root: Tensor, dither: Tensor) -> Tensor:
+    """Codes (int32) of ``root`` in [0, 1], up or down with the probability of the distance.
+
+    ``dither``: 20-bit integers.
+    """
+    values = dynamic_map(root.device, signed=False)
+    root = root.contiguous()
+    low = torch.bucketize(root, values, right=True, out_int32=True).sub_(1).clamp_(0, 254)
+    below, above = values[low], values[low + 1]
+    return low.add_((root - below > (above - below) * (dither * 2.0**-20)).to(torch.int32))
 
 
 # ---- whole tensors --------------------------------------------------------------------------------------------------

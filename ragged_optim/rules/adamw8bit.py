@@ -34,7 +34,7 @@ from ragged_shard.policy import OrigParamPolicy
 
 __all__ = ["Adam8bit", "Adam8bitRule", "AdamW8bit", "AdamW8bitRule"]
 
-FORMATS = ("float",)
+FORMATS = ("float", "dynamic")
 # Elements worked on at once, so that the workspace stays in the cache.
 CHUNK = 128 * 1024
 
@@ -173,7 +173,8 @@ def _quantized(
         state[f"{moment}.scales"].view(-1, tiles.tiles_across)[segment.band : segment.band + bands, :across]
         for moment in ("exp_avg", "exp_avg_sq")
     ]
-    kernel = adamw8bit_kernel() if param.device.type == "cpu" else None
+    dynamic = group["format"] == "dynamic"
+    kernel = adamw8bit_kernel() if param.device.type == "cpu" and not dynamic else None
     if kernel is not None:
         bad = kernel(
             tensors, scales, row_keys, columns[:cols], height, tiles.width, step, skip=bool(group["skip_nonfinite"])
@@ -191,6 +192,7 @@ def _quantized(
             height,
             tiles.width,
             step,
+            dynamic=dynamic,
             skip=bool(group["skip_nonfinite"]),
         )
         _report([band * across + tile for tile in bad], extent, segment, across, tiles)
@@ -205,6 +207,7 @@ def _chunk(
     width: int,
     step: _Step,
     *,
+    dynamic: bool,
     skip: bool,
     wrong: Tensor | None = None,
 ) -> list[int]:
@@ -228,21 +231,31 @@ def _chunk(
         g[:rows, :cols].add_(param, alpha=step.l2)
     if wrong is not None:
         g[:rows, :cols].masked_fill_(wrong, 0.0)
-    i[:rows, :cols].copy_(m_codes)
-    q.decode_m(i.view(-1), m.view(-1))
+    if dynamic:
+        i.fill_(q.DYNAMIC_ZERO)
+        i[:rows, :cols].copy_(m_codes)
+        torch.index_select(q.dynamic_map(param.device, signed=True), 0, i.view(-1), out=m.view(-1))
+        i.zero_()
+        i[:rows, :cols].copy_(v_codes)
+        torch.index_select(q.dynamic_map(param.device, signed=False), 0, i.view(-1), out=v.view(-1))
+        v.view(tiled).mul_(v_scales[:, None, :, None])
+        v.square_().mul_(step.beta2)
+    else:
+        i[:rows, :cols].copy_(m_codes)
+        q.decode_m(i.view(-1), m.view(-1))
+        bits = v.view(torch.int32)
+        bits[:rows, :cols].copy_(v_codes)
+        q.decode_v(bits)
+        v.view(tiled).mul_(v_scales.mul(step.beta2)[:, None, :, None])
     m.view(tiled).mul_(m_scales[:, None, :, None])
-    bits = v.view(torch.int32)
-    bits[:rows, :cols].copy_(v_codes)
-    q.decode_v(bits)
     m.lerp_(g, 1 - step.beta1)
-    v.view(tiled).mul_(v_scales.mul(step.beta2)[:, None, :, None])
     v.addcmul_(g, g, value=1 - step.beta2)
     largest = v.view(tiled).amax((1, 3))
     if wrong is None and not bool((largest <= q.LARGEST_V).all()):
         # Once more without the bad elements, so that they do not take their tile along.
         wrong = ~(v <= q.LARGEST_V)[:rows, :cols]
         bad = (~(largest <= q.LARGEST_V)).flatten().nonzero().flatten().tolist()
-        _chunk(tensors, scales, row_keys, col_keys, height, width, step, skip=skip, wrong=wrong)
+        _chunk(tensors, scales, row_keys, col_keys, height, width, step, dynamic=dynamic, skip=skip, wrong=wrong)
         if not skip:
             param.masked_fill_(wrong, torch.nan)
         return bad
@@ -250,10 +263,21 @@ def _chunk(
     torch.sqrt(v, out=t).add_(step.eps)
     param.mul_(step.shrink).addcdiv_(m[:rows, :cols], t[:rows, :cols], value=-step.size)
 
+    noise = q.noise(row_keys, col_keys, i[:rows, :cols])
+    if dynamic:
+        torch.sqrt(v, out=t)
+        v_scales.copy_(t.view(tiled).amax((1, 3)))
+        t.view(tiled).mul_(q.inverse(v_scales)[:, None, :, None])
+        v_codes.copy_(q.encode_dynamic_root(t[:rows, :cols], noise))
+        m_scales.copy_(m.view(tiled).abs().amax((1, 3)))
+        m.view(tiled).mul_(q.inverse(m_scales)[:, None, :, None])
+        m_codes.copy_(q.encode_dynamic(m[:rows, :cols]))
+        return []
+
     exponents = q.scale_exponents(largest, q.V_SHIFT)
     v_scales.copy_(q.power_of_two(exponents))
     v.view(tiled).mul_(q.power_of_two(254 - exponents)[:, None, :, None])
-    v_codes.copy_(q.encode_v(v[:rows, :cols], q.noise(row_keys, col_keys, i[:rows, :cols])))
+    v_codes.copy_(q.encode_v(v[:rows, :cols], noise))
 
     torch.abs(m, out=t)
     exponents = q.scale_exponents(t.view(tiled).amax((1, 3)), q.M_SHIFT)
@@ -311,11 +335,12 @@ def _round_stochastically(param: Tensor, work: Tensor, tiles: q.Tiling, extent: 
 class AdamW8bit(RaggedOptimizer):
     """AdamW with 8-bit moments in tiles that no rank boundary cuts.
 
-    ``tile``: rows and columns under one scale; a vector's tiles are as many consecutive elements. ``min_8bit_size``:
-    smaller parameters (counted globally) keep fp32 moments. ``bf16_stochastic_round``: round bf16 parameters
-    stochastically, so that steps below half a unit are not lost. ``skip_nonfinite``: take a non-finite gradient
-    element as 0 (else its own parameter element becomes nan); its tile is reported either way and the rest is
-    unharmed. ``seed``: of the random bits.
+    ``format``: ``"float"``, mini-floats of m and v with power-of-two scales, or ``"dynamic"``, the dynamic map of
+    8-bit Adam (arXiv 2110.02861) of m and of the root of v, slower (no C++ kernel). ``tile``: rows and columns under
+    one scale; a vector's tiles are as many consecutive elements. ``min_8bit_size``: smaller parameters (counted
+    globally) keep fp32 moments. ``bf16_stochastic_round``: round bf16 parameters stochastically, so that steps below
+    half a unit are not lost. ``skip_nonfinite``: take a non-finite gradient element as 0 (else its own parameter
+    element becomes nan); its tile is reported either way and the rest is unharmed. ``seed``: of the random bits.
     """
 
     def __init__(

@@ -86,6 +86,32 @@ def test_cutting_at_a_tile_changes_no_8_bit_value(cut: int, use_kernel: bool) ->
         adamw8bit.adamw8bit_kernel = real
 
 
+def test_the_dynamic_map_is_bitsandbytes_own() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for signed in (True, False):
+        theirs = functional.create_dynamic_map(signed=signed)
+        torch.testing.assert_close(q.dynamic_map(torch.device("cpu"), signed=signed), theirs, rtol=1e-6, atol=1e-9)
+    assert float(q.dynamic_map(torch.device("cpu"), signed=True)[q.DYNAMIC_ZERO]) == 0.0
+
+
+def test_the_dynamic_format_is_the_same_for_worlds_1_to_3() -> None:
+    options = {**OPTIONS, "format": "dynamic"}
+    expected = run("AdamW8bit", False, SHAPES, **options)
+    for world in (1, 2, 3):
+        for got in cluster.run(world, run, "AdamW8bit", False, SHAPES, "tiles", **options):
+            assert got == expected, world
+
+
+@given(values=st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=40))
+def test_dynamic_codes_are_neighbours_and_zero_is_exact(values: list[float]) -> None:
+    levels = q.dynamic_map(torch.device("cpu"), signed=False)
+    root = torch.tensor(values)
+    for dither in (0, (1 << 20) - 1):
+        code = q.encode_dynamic_root(root.clone(), torch.full((len(values),), dither, dtype=torch.int32)).long()
+        assert (levels[(code - 1).clamp(min=0)] <= root).all() and (root <= levels[(code + 1).clamp(max=255)]).all()
+    assert (code[root == 0] == 0).all()
+
+
 @pytest.mark.skipif(len(KERNELS) < 2, reason="no C++ compiler")
 @given(
     shape=st.one_of(
@@ -169,13 +195,13 @@ def test_equals_adamw_in_fp32_below_the_size_limit() -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-def test_stays_near_fp32_over_many_steps(coupled: bool) -> None:
+@pytest.mark.parametrize(("coupled", "format"), [(False, "float"), (True, "float"), (False, "dynamic")])
+def test_stays_near_fp32_over_many_steps(coupled: bool, format: str) -> None:
     name = "Adam" if coupled else "AdamW"
     ours = nn.Parameter(full((64, 96), 0))
     theirs = nn.Parameter(ours.detach().clone())
     target = full((64, 96), 1)
-    a = getattr(ragged_optim, f"{name}8bit")([ours], lr=0.01, weight_decay=0.01)
+    a = getattr(ragged_optim, f"{name}8bit")([ours], lr=0.01, weight_decay=0.01, format=format)
     b = getattr(torch.optim, name)([theirs], lr=0.01, weight_decay=0.01)
     for step in range(200):
         noise = 0.5 * full((64, 96), 10 + step)
