@@ -29,8 +29,8 @@ class PeakMemory:
 
     On CUDA: ``torch.cuda.max_memory_allocated``. On the CPU, where torch keeps no count, every allocation since
     ``PeakMemory()`` is recorded by the profiler, and the peak is that of the last of the first ``PROFILED_STEPS``
-    steps; nothing is recorded after that, so later steps run at full speed. (Gloo's own staging buffers, freed on
-    gloo's threads, are counted as FSDP2 needs them; DDP and `fsdp` here use none.)
+    steps; nothing is recorded after that, so later steps run at full speed. What another thread than ours frees, as
+    gloo does with staging buffers of FSDP2's collectives, counts as still there.
     """
 
     def __init__(self, device: torch.device) -> None:
