@@ -237,7 +237,7 @@ class State:
             for tensor in {id(t): t for t in _differentiable(inputs)}.values():
                 nodes.append(get_gradient_edge(tensor).node)
                 # Knows the call by its number: a hook that held its own node would never be freed.
-                tensor.register_hook(functools.partial(self._left, call))
+                _hook_first(tensor, functools.partial(self._left, call))
         return call, nodes
 
     # -- backward --
@@ -277,6 +277,22 @@ class State:
 
     def _cast_output(self, output: Any) -> Any:
         return _cast(output, self.mp_policy.output_dtype)
+
+
+def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that runs before those that ``tensor`` has.
+
+    An input is often the output of another bucket's module, whose hook gathers: backward must leave this module before
+    it enters that one, so that the memory released here is what is gathered into.
+    """
+    handle = tensor.register_hook(hook)
+    hooks = tensor._backward_hooks
+    # Autograd runs them in the order of insertion.
+    if hooks is not None and len(hooks) > 1:
+        others = {key: value for key, value in hooks.items() if key != handle.id}
+        for key, other in others.items():
+            del hooks[key]
+            hooks[key] = other
 
 
 def _will_run(node: Node) -> bool:
