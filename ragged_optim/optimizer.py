@@ -541,7 +541,7 @@ class RaggedOptimizer(Optimizer):
         saved_groups = deepcopy(state_dict["param_groups"])
         self._check_groups(saved_groups)
         entries = list(self.named_entries())
-        saved_ids = [saved for group in saved_groups for saved in group["params"]]
+        saved_ids = _saved_ids(saved_groups, [name for name, _, _ in entries])
         todo: list[tuple[Tensor, Any]] = []
         for saved, (name, param, group) in zip(saved_ids, entries, strict=True):
             values, state = state_dict["state"].get(saved, {}), self.state.get(param, {})
@@ -558,7 +558,7 @@ class RaggedOptimizer(Optimizer):
             load_state(target, value)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             kept = {key: group[key] for key in ("params", "rule", "state_version")}
-            names = {key: group[key] for key in ("param_names",) if key in group and key not in saved}
+            names = {key: group[key] for key in ("param_names",) if key in group}
             new = {key: _dtype_of(value) for key, value in saved.items() if key not in TORCH_SWITCHES}
             merged = {**self.rule_of(group).defaults, **new, **kept, **names}
             group.clear()
@@ -651,6 +651,18 @@ def _check_keys(rule: Rule, keys: Iterable[str], where: str) -> None:
             f"unknown hyperparameter {', '.join(map(repr, unknown))} for rule {rule.name!r} in {where}; it takes "
             f"{', '.join(rule.defaults)}"
         )
+
+
+def _saved_ids(saved_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
+    """The key of each of our parameters in a state dict: by name where it has ours in another order, else by position."""
+    ids = [saved for group in saved_groups for saved in group["params"]]
+    saved_names = [name for group in saved_groups for name in group.get("param_names", ())]
+    # torch.distributed.checkpoint puts names in place of numbers, already in our order.
+    numbered = all(isinstance(i, int) for i in ids)
+    if numbered and len(saved_names) == len(ids) and set(saved_names) == set(names):
+        by_name = dict(zip(saved_names, ids, strict=True))
+        return [by_name[name] for name in names]
+    return ids
 
 
 def _dtype_of(value: Any) -> Any:
