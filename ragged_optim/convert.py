@@ -124,15 +124,14 @@ def _merge(
         if not pairs:
             raise ValueError(
                 f"the state dict names {', '.join(map(repr, list(by_name)[:3]))}, ..., none of which is a parameter "
-                f"of this optimizer "
-                f"({', '.join(repr(name) for name, _, _ in entries[:3])}, ...)"
+                f"of this optimizer ({', '.join(repr(name) for name, _, _ in entries[:3])}, ...)"
             )
     else:
         # Parameters in the order in which the model has them, whatever the groups.
         if len(theirs) != len(entries):
             raise ValueError(
                 f"the state dict has {len(theirs)} parameters without names, this optimizer {len(entries)}; save it "
-                f"with named parameters"
+                "with named parameters"
             )
         pairs = list(zip(range(len(entries)), (key for _, key in theirs), strict=True))
     for position, key in pairs:
@@ -145,6 +144,6 @@ def _merge(
         except KeyError as error:
             raise ValueError(
                 f"the state of parameter {name!r} has no {error}; it has {', '.join(map(str, states))}: it is of "
-                f"another optimizer"
+                "another optimizer"
             ) from None
     return own

@@ -207,10 +207,9 @@ class Exchange:
             names = ", ".join(repr(name) for name in split[:5]) + (", ..." if len(split) > 5 else "")
             raise RuntimeError(
                 f"{len(split)} parameter(s) under a matrix rule have a gradient on some ranks and None on others: "
-                f"{names}. Their "
-                f"matrices are gathered from all ranks, so all must have one: use the parameter on every rank "
-                f"(multiply by 0 "
-                f"where it is not needed), or set its gradient to None everywhere before step()"
+                f"{names}. Their matrices are gathered from all ranks, so all must have one: use the parameter on "
+                "every rank (multiply by 0 where it is not needed), or set its gradient to None everywhere before "
+                "step()"
             )
 
     def run(self, lives: Sequence[Live]) -> None:

@@ -93,10 +93,6 @@ class Layout:
         first = (piece.offset[0] if piece.offset else 0) * math.prod(self.shape[1:])
         return Extent(self.shape, first + piece.start, first + piece.stop)
 
-    @property
-    def numels(self) -> tuple[int, ...]:
-        return tuple(piece.stop - piece.start for piece in self.pieces)
-
 
 def refuse_partial(param: Tensor, name: str) -> None:
     """Raise ``ValueError`` naming a parameter that is a sum still to be made."""
@@ -121,8 +117,8 @@ def layout_of(param: Tensor, name: str) -> Layout:
         if type(placement) is not Shard and not _is_ragged(placement):
             raise ValueError(
                 f"parameter {name!r} has placement {placement} on mesh dim {dim}; ragged_optim works on Shard, "
-                f"RaggedShard and "
-                f"Replicate. For FSDP over tensor parallelism use fsdp.fully_shard, which needs no strided shards"
+                "RaggedShard and Replicate. For FSDP over tensor parallelism use fsdp.fully_shard, which needs no "
+                "strided shards"
             )
         if mesh.size(dim) > 1:
             sharded.append(dim)
@@ -238,8 +234,7 @@ def _stack_box(
             if position and sizes[dim] != shape[dim] and sizes[dim] != 0:
                 raise ValueError(
                     f"parameter {name!r} of shape {shape} is sharded on dim {dim}, which does not leave whole runs "
-                    f"of rows or "
-                    f"columns of its matrices; shard it on dim {dims[0]} or redistribute it"
+                    f"of rows or columns of its matrices; shard it on dim {dims[0]} or redistribute it"
                 )
             size *= sizes[dim]
             start = start * shape[dim] + offset[dim]

@@ -281,6 +281,7 @@ class RaggedOptimizer(Optimizer):
         ]
         if not missing:
             return
+        self._exchanges = None
         for name, param, group in missing:
             rule = self.rule_of(group)
             if isinstance(rule, MatrixRule):
@@ -391,9 +392,8 @@ class RaggedOptimizer(Optimizer):
         if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
             found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
             raise RuntimeError(
-                f"parameter {name!r} lies as {param.placements}, its gradient as {found}; redistribute the "
-                f"gradient to the "
-                f"parameter's placements before step()"
+                f"parameter {name!r} lies as {param.placements}, its gradient as {found}; redistribute the gradient "
+                "to the parameter's placements before step()"
             )
         return local(grad)
 
@@ -563,6 +563,10 @@ class RaggedOptimizer(Optimizer):
             merged = {**self.rule_of(group).defaults, **new, **kept, **names}
             group.clear()
             group.update(merged)
+        for _, param, group in entries:
+            if param in self._matrix_params:
+                of = self._matrix_params[param]
+                of.wire = of.rule.wire_dtype(param.dtype, group)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -571,28 +575,25 @@ class RaggedOptimizer(Optimizer):
             rules = [group["rule"] for group in self.param_groups]
             raise ValueError(
                 f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, this optimizer "
-                f"has "
-                f"{len(rules)} ({', '.join(rules)})"
+                f"has {len(rules)} ({', '.join(rules)})"
             )
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             rule = self.rule_of(group)
             if len(group["params"]) != len(saved["params"]):
                 raise ValueError(
-                    f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
-                    f"{number}: "
-                    f"{len(saved['params'])} parameters instead of {len(group['params'])}"
+                    "loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
+                    f"{number}: {len(saved['params'])} parameters instead of {len(group['params'])}"
                 )
             if saved.get("rule", rule.name) != rule.name:
                 raise ValueError(
                     f"param group {number} is updated by {rule.name}, the state dict is of {saved['rule']}; build "
-                    f"the same optimizer"
+                    "the same optimizer"
                 )
             version = saved.get("state_version", 1)
             if version > rule.state_version:
                 raise ValueError(
                     f"param group {number} ({rule.name}) was saved with state version {version}; this library knows "
-                    f"versions up to "
-                    f"{rule.state_version}: update ragged-optim"
+                    f"versions up to {rule.state_version}: update ragged-optim"
                 )
             unknown = set(saved) - set(rule.defaults) - FOREIGN_KEYS - OWN_KEYS - TORCH_SWITCHES
             if unknown:
@@ -621,7 +622,7 @@ class RaggedOptimizer(Optimizer):
 def _without_empty(params: ParamsT) -> ParamsT:
     if isinstance(params, Tensor):
         raise TypeError(
-            f"params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
             f"{torch.typename(params)}"
         )
     listed = list(params)
@@ -654,7 +655,7 @@ def _check_keys(rule: Rule, keys: Iterable[str], where: str) -> None:
 
 
 def _saved_ids(saved_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
-    """The key of each of our parameters in a state dict: by name where it has ours in another order, else by position."""
+    """The key of each of our parameters in a state dict: by name if it has ours in another order, else by position."""
     ids = [saved for group in saved_groups for saved in group["params"]]
     saved_names = [name for group in saved_groups for name in group.get("param_names", ())]
     # torch.distributed.checkpoint puts names in place of numbers, already in our order.
@@ -699,9 +700,8 @@ def _check_block(block: Block, rule: Rule, param: Tensor, name: str) -> None:
         if cut:
             raise ValueError(
                 f"parameter {name!r} of shape {shape} is sharded as {getattr(param, 'placements', ())}, but "
-                f"{rule.name} needs every block "
-                f"{block} whole on one rank: {cut}. Shard it with fsdp.fully_shard and a policy that says "
-                f"ParamPolicy(block=Block.{block}), or send the parameter to another rule"
+                f"{rule.name} needs every block {block} whole on one rank: {cut}. Shard it with fsdp.fully_shard and "
+                f"a policy that says ParamPolicy(block=Block.{block}), or send the parameter to another rule"
             )
 
 

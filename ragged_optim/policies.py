@@ -184,8 +184,7 @@ class ByName:
         if idle:
             raise ValueError(
                 f"orig_param_policy: the pattern(s) {', '.join(map(repr, idle))} match no parameter; the names are "
-                f"such as "
-                f"{', '.join(map(repr, names[:5]))}"
+                f"such as {', '.join(map(repr, names[:5]))}"
             )
         check = getattr(self.default, "check", None)
         if check is not None:

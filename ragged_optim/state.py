@@ -22,7 +22,6 @@ from ragged_optim.quantize import Tiling, decode_tiles, encode_tiles, tiling
 from ragged_optim.rule import StateSpec
 
 __all__ = [
-    "STATE_VERSION",
     "Tiled",
     "check_loadable",
     "load_state",
@@ -32,9 +31,6 @@ __all__ = [
     "make_param_state",
     "make_tiled_state",
 ]
-
-# Of the container: what stands in a param group and how states are named. Rules have versions of their own.
-STATE_VERSION = 1
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -160,15 +156,13 @@ def check_loadable(key: str, value: object, state: Mapping[str, Tensor], name: s
     if key not in state:
         raise ValueError(
             f"the state dict has {key!r} for parameter {name!r}, which {rule} does not keep (it keeps "
-            f"{', '.join(state) or 'none'}); "
-            f"it is the state of another algorithm"
+            f"{', '.join(state) or 'none'}); it is the state of another algorithm"
         )
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if shape != tuple(state[key].shape):
         raise ValueError(
             f"the state dict has {key!r} of shape {shape} for parameter {name!r}, whose state has shape "
-            f"{tuple(state[key].shape)}; "
-            f"it is the state of another model or optimizer"
+            f"{tuple(state[key].shape)}; it is the state of another model or optimizer"
         )
 
 

@@ -308,8 +308,8 @@ def _report(bad: list[int], extent: Extent, segment: q.Segment, across: int, til
         )
         warnings.warn(
             f"non-finite gradient of parameter {extent.name!r} in {len(bad)} tile(s) of {tiles.height} x "
-            f"{tiles.width}, at {places}"
-            f"{', ...' if len(bad) > 5 else ''}; the other elements and the states are unharmed",
+            f"{tiles.width}, at {places}{', ...' if len(bad) > 5 else ''}; the other elements and the states are "
+            "unharmed",
             RuntimeWarning,
             stacklevel=2,
         )
