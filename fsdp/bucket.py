@@ -33,7 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fsdp.agree import agree
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import GradientPlace, WeightParameter
-from ragged_shard.collectives import Pending, all_gather_in_place
+from ragged_shard.collectives import Pending, all_gather_in_place, coalesced
 from ragged_shard.dbuffer import DBuffer, Layout, buffer_of
 from ragged_shard.pool import Lease, Pool, storage_bytes
 
@@ -186,7 +186,7 @@ class Bucket:
 
         self.is_unsharded = False
         self._gathers: list[Pending] = []
-        self._reductions: list[tuple[FlatBuffer, Pending]] = []
+        self._reductions: tuple[list[FlatBuffer], list[Pending]] = ([], [])
         self._scratch: Lease | None = None
         self._hooked = False
 
@@ -270,17 +270,24 @@ class Bucket:
             torch.no_grad(),
             _profiled("fsdp.all_gather", self.name),
         ):
-            for buffer in self.buffers:
-                full = buffer.make_full(self.pool, self.param_dtype, self.name)
+            whole = [buffer.make_full(self.pool, self.param_dtype, self.name) for buffer in self.buffers]
+            for full in whole:
                 full.acquire()
                 self.pool.note("all_gather", "parameters", self.name, full.nbytes)
-                if buffer.kept is not None and buffer.kept.held:
-                    self._gathers.append(self._gather_kept(full, buffer.kept))
-                else:
-                    self._gathers.append(buffer.params.all_gather(full))
+            if self.buffers:
+                group = self.buffers[0].layout.group
+                if any(buffer.kept is not None and buffer.kept.held for buffer in self.buffers):
+                    assert self.post_forward_group is not None
+                    group = self.post_forward_group
+                with coalesced(group, whole[0].flat, len(whole)) as together:
+                    parts = [self._gather(*pair) for pair in zip(self.buffers, whole, strict=True)]
+                self._gathers = together(parts)
             self._hook_gradients()
 
-    def _gather_kept(self, full: DBuffer, kept: Lease) -> Pending:
+    def _gather(self, buffer: FlatBuffer, full: DBuffer) -> Pending:
+        kept = buffer.kept
+        if kept is None or not kept.held:
+            return buffer.params.all_gather(full)
         assert self.post_forward_group is not None
         full.flat.chunk(self.post_forward_group.size())[self.post_forward_group.rank()].copy_(kept.tensor)
         kept.release()
@@ -459,9 +466,12 @@ class Bucket:
             trainable = [buffer for buffer in self.buffers if buffer.trainable]
             whole = [self._open_gradients(buffer, 0) for buffer in trainable]
             self._note("reduce")
-            for buffer, full_grads, scratch in zip(trainable, whole, self._take_scratch(whole), strict=True):
-                self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
-                self._reductions.append((buffer, self._reduce_buffer(buffer, full_grads, scratch)))
+            with coalesced(trainable[0].layout.group, whole[0].flat, len(whole)) as together:
+                parts = []
+                for buffer, full_grads, scratch in zip(trainable, whole, self._take_scratch(whole), strict=True):
+                    self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
+                    parts.append(self._reduce_buffer(buffer, full_grads, scratch))
+            self._reductions = (trainable, together(parts))
         self.reduced, self.unreduced = True, False
         self.published = not self._carries
 
@@ -502,14 +512,15 @@ class Bucket:
 
     def finish_reduce(self) -> None:
         """Wait for the reduction; the sharded gradients hold their values afterwards."""
-        reductions, self._reductions = self._reductions, []
+        (reduced, reductions), self._reductions = self._reductions, ([], [])
         if not reductions:
             return
         self._note("wait_reduce")
         assert self.streams is not None
         with self.streams.on(self.streams.reduce), torch.no_grad(), self._naming("reduction of the gradients"):
-            for buffer, pending in reductions:
+            for pending in reductions:
                 pending.wait()
+            for buffer in reduced:
                 assert buffer.full_grads is not None
                 buffer.full_grads.release()
                 if self.published:

@@ -13,11 +13,14 @@ as in-place broadcasts and direct messages + sum, so those are what runs on gloo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "all_gather_v",
     "all_to_all_v",
     "all_to_all_v_into",
+    "coalesced",
     "exchange",
     "reduce_scatter_in_place",
     "reduce_scatter_scratch_numel",
@@ -37,7 +41,7 @@ class Pending:
 
     __slots__ = ("_finish", "_works")
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
         self._works = [work for work in works if work is not None]
         self._finish = finish
 
@@ -45,9 +49,34 @@ class Pending:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+        self.finish()
+
+    def finish(self) -> None:
+        """What is left to do, when somebody else has waited for the collectives."""
+        self._works = []
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+
+@contextmanager
+def coalesced(
+    group: dist.ProcessGroup, sample: Tensor, count: int
+) -> Iterator[Callable[[list[Pending]], list[Pending]]]:
+    """Issue ``count`` collectives of one kind as one: on NCCL a single grouped launch, on gloo nothing is gained.
+
+    Pass the Pendings that were made inside to the function this yields, and wait for what it returns.
+    """
+    if count < 2 or group.size() == 1 or is_gloo(group, sample):
+        yield lambda parts: parts
+        return
+    with c10d._coalescing_manager(group=group, async_ops=True) as manager:
+        yield lambda parts: [Pending([manager], lambda: _finish_all(parts))]
+
+
+def _finish_all(parts: Sequence[Pending]) -> None:
+    for part in parts:
+        part.finish()
 
 
 def is_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
