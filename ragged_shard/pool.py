@@ -119,7 +119,7 @@ class Pool:
         return Lease(self, numel, dtype, label, owner)
 
     def scratch(self, nbytes: int, owner: str = "") -> Lease:
-        """One region of bytes, held, for the reduction in flight (one at a time); it grows to the largest one asked for."""
+        """One region of bytes, held, for the reduction in flight (one at a time), as long as the longest asked for."""
         if self._scratch is not None and self._scratch.held:
             raise RuntimeError(f"{owner}: the scratch memory of this pool is in use by {self._scratch.owner}")
         if self._scratch is None or self._scratch.nbytes < nbytes:
