@@ -80,10 +80,10 @@ def on_communication_path(world_size: int, which: str, **case: Any) -> list[floa
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_copies_a_slot_per_gather_and_each_gradient_once(world_size: int) -> None:
-    limit = 2 / world_size + 1
+def test_a_step_copies_a_slot_per_gather_and_no_gradient(world_size: int) -> None:
+    """Every weight is one of a linear or an embedding, whose gradients are computed in place: 2P/W."""
     for copied in on_communication_path(world_size, "ours", reshard_after_forward=True):
-        assert 0 < copied <= limit
+        assert copied == pytest.approx(2 / world_size, abs=0.01)
     # The control: the same counter, the same model, P(3 + 2/W) and what gloo's wait adds.
     for copied in on_communication_path(world_size, "torch", reshard_after_forward=True):
         assert copied == pytest.approx(3 + 2 / world_size + 1 / world_size, abs=0.01)
@@ -94,7 +94,7 @@ def test_no_second_gather_copies_no_second_slot() -> None:
     kept = on_communication_path(2, "ours", reshard_after_forward=False)
     default = on_communication_path(2, "ours")
     resharded = on_communication_path(2, "ours", reshard_after_forward=True)
-    assert max(kept) <= 1 / 2 + 1
+    assert max(kept) == pytest.approx(1 / 2, abs=0.01)
     assert max(kept) < min(default) < min(resharded)
     assert max(resharded) - max(kept) == pytest.approx(1 / 2, abs=0.01)
 
@@ -103,8 +103,9 @@ def test_no_second_gather_copies_no_second_slot() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoints_and_tied_weights_copy_no_more(tied: bool, checkpointed: bool) -> None:
     for copied in on_communication_path(2, "ours", tied=tied, checkpointed=checkpointed, reshard_after_forward=True):
-        # A reentrant checkpoint gathers in the recomputation what backward then still holds.
-        assert 0 < copied <= 2 / 2 + 1
+        # Backward still holds what the recomputation gathered. A tied weight's two gradients are added out of place and
+        # written once: 8192 of 57344 elements.
+        assert 2 / 2 - 0.01 <= copied <= 2 / 2 + (8192 / 57344 if tied else 0) + 0.01
 
 
 def test_the_first_step_copies_as_much_as_the_others() -> None:
