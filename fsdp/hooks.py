@@ -111,7 +111,7 @@ class State:
         """Become a root whose memory and streams are those of another root's schedule."""
         if self.schedule is not None:
             raise RuntimeError("share_comm_ctx must be called before the first forward of the modules that share")
-        self._become_root(Schedule(self.device, other.pool, other.streams))
+        self._become_root(Schedule(self.device, other))
 
     def bind_alone(self) -> None:
         """Unsharded by hand before the first forward has shown which module is the root: memory of its own."""

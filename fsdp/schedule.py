@@ -28,10 +28,11 @@ __all__ = ["Schedule"]
 
 
 class Schedule:
-    def __init__(self, device: torch.device, pool: Pool | None = None, streams: CommStreams | None = None) -> None:
+    def __init__(self, device: torch.device, shared: Schedule | None = None) -> None:
+        """``shared``: use the memory and the streams of another root, with one reduction in flight between both."""
         self.device = device
-        self.pool = Pool(device) if pool is None else pool
-        self.streams = CommStreams(device) if streams is None else streams
+        self.pool: Pool = Pool(device) if shared is None else shared.pool
+        self.streams: CommStreams = CommStreams(device) if shared is None else shared.streams
         self.buckets: list[Bucket] = []
         # The state whose forward started this iteration, while that forward runs.
         self.root: object | None = None
@@ -43,7 +44,7 @@ class Schedule:
         self._backward_stack: list[Bucket] = []
         self._reduce_order: list[Bucket] = []
         self._ready: set[Bucket] = set()
-        self._in_flight: list[Bucket] = []
+        self._in_flight: list[Bucket] = [] if shared is None else shared._in_flight
         self._callback_queued = False
         self._masks: dict[DeviceMesh, Tensor] = {}
 
@@ -218,10 +219,11 @@ class Schedule:
 
     def reset(self) -> None:
         """Back to the resting state after an exception; the failed iteration's gradients are lost."""
+        self._finish_reductions()
         self.root = None
         self.failed = self._callback_queued = False
         for bucket in self.buckets:
             bucket.discard()
-        for record in (self._sequence, self._backward_stack, self._reduce_order, self._in_flight):
+        for record in (self._sequence, self._backward_stack, self._reduce_order):
             record.clear()
         self._ready.clear()

@@ -425,7 +425,9 @@ class RaggedOptimizer(Optimizer):
             store.write(state[key])
         for state, counters in zip(states, followers, strict=False):
             for key, others in counters.items():
-                torch._foreach_copy_(others, [state[key]] * len(others))
+                # A buffer of one parameter has no other counter.
+                if others:
+                    torch._foreach_copy_(others, [state[key]] * len(others))
 
     def _local_state(
         self, param: Tensor, group: Mapping[str, Any], rule: Rule
