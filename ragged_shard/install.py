@@ -257,6 +257,18 @@ def _distribute_tensors(stock: Any) -> Any:
     return distribute_tensors
 
 
+def _offload_tensor(stock: Any) -> Any:
+    def _offload_tensor(self: Any, x: Any, memo: Any, *rest: Any, **options: Any) -> Any:
+        if not (isinstance(x, DTensor) and _ragged(x.placements)):
+            return stock(self, x, memo, *rest, **options)
+        # The stager tells a wrapper by its address 0; a wrapper of a local tensor with an offset has another one.
+        local = stock(self, x._local_tensor, memo, *rest, **options)
+        copy = memo[id(x)] = DTensor(local, x._spec, requires_grad=x.requires_grad)
+        return copy
+
+    return _offload_tensor
+
+
 _TENSOR = "torch.distributed.tensor."
 _PROPAGATOR = _TENSOR + "_api:DTensor._op_dispatcher.sharding_propagator."
 _SPECS = ("local_tensor", "current_spec", "target_spec")
@@ -359,6 +371,14 @@ HOOKS: tuple[Hook, ...] = (
         _distribute_tensors,
         passes_on=True,
         why="set_model_state_dict(full_state_dict=True) would slice a shard that is several boxes",
+    ),
+    Hook(
+        "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
+        ("self", "x", "memo"),
+        _offload_tensor,
+        optional=True,
+        passes_on=True,
+        why="async_save would take a DTensor whose shard lies inside a flat buffer for a plain tensor",
     ),
 )
 

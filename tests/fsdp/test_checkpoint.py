@@ -102,6 +102,8 @@ def load(directory: str, optimizer: str, policy: str) -> tuple[list[float], dict
         ("torch.AdamW", 4, 2, ("whole", "rows")),
         ("torch.AdamW fused", 2, 4, ("elements", "rows")),
         ("torch.SGD", 3, 2, ("whole", "elements")),
+        ("ragged_optim.AdamW", 2, 3, ("rows", "whole")),
+        ("ragged_optim.AdamW", 4, 1, ("whole", "rows")),
     ],
 )
 def test_training_goes_on_on_another_number_of_ranks(
@@ -224,6 +226,25 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_parameter(tmp_
     cluster.run(2, save_plain_state, str(tmp_path))
     for message in cluster.run(2, load_of_another_model, str(tmp_path)):
         assert message.startswith("True") and "extra" in message
+
+
+def asynchronous(directory: str) -> list[str]:
+    """dcp.async_save stages copies: training goes on at once, the file holds the values of before."""
+    model, opt = build("torch.AdamW", "rows", 0)
+    train(model, opt, range(2))
+    before = {n: full(p) for n, p in model.named_parameters()}
+    # Its own group: the saver communicates from a thread while training does.
+    future = dcp.async_save(model.state_dict(), checkpoint_id=directory, process_group=dist.new_group())
+    train(model, opt, range(2, 4))
+    future.result()
+    state = {n: torch.zeros_like(v) for n, v in before.items()}
+    dcp.load(state, checkpoint_id=directory)
+    found = [n for n, v in before.items() if not torch.equal(v, state[n])]
+    return found + ([] if any(not torch.equal(full(p), before[n]) for n, p in model.named_parameters()) else ["idle"])
+
+
+def test_async_save(tmp_path: Path) -> None:
+    assert cluster.run(2, asynchronous, str(tmp_path)) == [[], []]
 
 
 def bytes_written(directory: str) -> int:

@@ -121,6 +121,18 @@ def sets_a_full_state():
     assert torch.equal(module.weight.to_local(), held(ELEMENTS))
 
 
+def stages_a_view():
+    """What async_save does with a shard that lies inside a flat buffer, as those of fully_shard do."""
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+    flat = torch.zeros(3 + held(ROWS).numel())
+    local = flat[3:].view(held(ROWS).shape).copy_(held(ROWS))
+    x = DTensor.from_local(local, cluster.mesh((2,)), [ROWS], shape=FULL.shape, stride=FULL.stride())
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage({"x": x})["x"]
+    local.zero_()
+    assert isinstance(staged, DTensor) and torch.equal(staged.to_local(), held(ROWS))
+
+
 SCENARIOS = {
     "_redistribute:redistribute_local_tensor": moves,
     "_dispatch:redistribute_local_tensor": cuts_an_operand,
@@ -137,6 +149,7 @@ SCENARIOS = {
     "__create_chunk_list__": checkpoint,
     "__get_tensor_shard__": checkpoint,
     "_distribute_tensors": sets_a_full_state,
+    "StateDictStager._offload_tensor": stages_a_view,
 }
 
 
