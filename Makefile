@@ -4,19 +4,20 @@
 #   make train       train a language model four ways on local processes, compare them   (arguments: ARGS="--steps 800")
 #   make test        all tests            (arguments: ARGS="tests/fsdp -k resume")
 #   make test-deep   all tests, with many more random cases
+#   make test-versions   placement and runtime tests on another torch, in an environment of its own   (TORCH=2.14.1)
 #   make bench       step time, traffic and memory against DDP and FSDP2
 #   make lint        ruff, and mypy --strict on the three packages
 #
 # A set-up step runs again only when pyproject.toml or constraints.txt changes. PYTHON=python3.12 picks another Python
-# for a new .venv. On a machine without CUDA, PyTorch's CPU wheels are much smaller than the default ones on Linux:
-#   PIP_EXTRA_INDEX_URL=INDEX_OF_THE_CPU_BUILD make train
+# for a new .venv. On a machine without CUDA, PyTorch's CPU wheels are much smaller than the default ones on Linux: its
+# installation page names their index, which goes into PIP_EXTRA_INDEX_URL.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test test-deep bench lint setup
+.PHONY: train test test-deep test-versions bench lint setup
 .DEFAULT_GOAL := test
 # pip must not run twice at once in one environment.
 .NOTPARALLEL:
@@ -29,6 +30,22 @@ test: $(VENV)/.installed-dev
 
 test-deep: $(VENV)/.installed-dev
 	HYPOTHESIS_PROFILE=deep RAGGED_TEST_DEADLINE=$${RAGGED_TEST_DEADLINE:-120} $(BIN)/python -m pytest --timeout 7200 $(ARGS)
+
+# The newest torch that fits is a CUDA build of several GB on Linux; where it cannot be had, the target says so and stops.
+TORCH ?= 2.14.1
+OTHER := .venv-torch-$(TORCH)
+VERSION_TESTS := tests/ragged_shard/test_placement.py tests/ragged_shard/test_redistribute.py tests/ragged_shard/test_ops.py \
+  tests/ragged_shard/test_checkpoint.py tests/ragged_shard/test_install.py tests/parity/test_against_ddp.py
+
+test-versions: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest $(VERSION_TESTS) $(ARGS)
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]' \
+	  || { echo "skipped: torch $(TORCH) cannot be installed here"; exit 1; }
+	@touch $@
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step.py $(ARGS)
