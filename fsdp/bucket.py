@@ -192,6 +192,7 @@ class Bucket:
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
         self.outstanding: dict[int, int] = {}
+        self.brings_gradients = False
         # Of each forward call that backward has entered: inputs whose gradient is still to come.
         self.awaited_inputs: dict[int, int] = {}
         self.in_backward = False
@@ -440,6 +441,7 @@ class Bucket:
         except RuntimeError:
             # torch refuses the question inside torch.autograd.grad, which hands gradients out instead of accumulating.
             self.outstanding[task], self.captured = 0, True
+        self.brings_gradients = self.brings_gradients or self.outstanding[task] > 0
         self.open_backward()
         return task
 
@@ -450,6 +452,16 @@ class Bucket:
             with torch.no_grad():
                 for buffer in self.buffers:
                     buffer.adopt_gradients()
+
+    @property
+    def may_reshard(self) -> bool:
+        """Whether no backward node can need the parameters: gradients of parameters and of inputs are all there.
+
+        A rank on which this backward brings a trainable bucket no gradient at all waits for its end: other ranks, which
+        use more of it, decide by gradients that this one will never see, and must not gather alone.
+        """
+        decided = not self.trainable or self.brings_gradients
+        return self.reshard_after_backward and decided and self.complete and not self.awaited_inputs
 
     @property
     def complete(self) -> bool:
@@ -553,6 +565,7 @@ class Bucket:
         self.reduced = self.published = self.captured = False
         self.outstanding.clear()
         self.awaited_inputs.clear()
+        self.brings_gradients = False
 
     def discard(self) -> None:
         """Back to the resting state, whatever was going on; unreduced gradients are lost."""

@@ -158,10 +158,7 @@ class Schedule:
         self.maybe_reshard(bucket)
 
     def maybe_reshard(self, bucket: Bucket) -> None:
-        """Release the parameters once no backward node can need them: gradients of parameters and of inputs are all
-        there.
-        """
-        if bucket.reshard_after_backward and bucket.complete and not bucket.awaited_inputs:
+        if bucket.may_reshard:
             bucket.reshard()
 
     def _start_reduce(self, bucket: Bucket) -> None:

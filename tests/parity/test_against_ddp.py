@@ -153,7 +153,8 @@ def train_in_low_precision(
 
     torch.manual_seed(3)
     source = LanguageModel(VOCABULARY)
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    root_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
     losses, dtypes = [], set()
     for wrap in (fully_shard, torch_fully_shard):
         model = copy.deepcopy(source)
@@ -162,7 +163,7 @@ def train_in_low_precision(
                 b.gate = nn.Parameter(b.gate.detach().view(1))
         for b in model.blocks:
             wrap(b, mp_policy=policy)
-        wrap(model, mp_policy=policy)
+        wrap(model, mp_policy=root_policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         mine = []
         for step in range(4):
