@@ -413,11 +413,12 @@ class Bucket:
 
     def _open_gradients(self, buffer: FlatBuffer, index: int) -> DBuffer:
         assert self.pool is not None
-        full_grads = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
-        if not full_grads.held:
+        if buffer.full_grads is None or not buffer.full_grads.held:
+            # Before anything is made: a new lease takes memory, which what this finishes may be about to give back.
             self.on_open()
             self._note("gradient", buffer.parameters[index].name)
-            full_grads.acquire()
+        full_grads = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
+        if full_grads.acquire():
             full_grads.zero_gaps_()
         return full_grads
 

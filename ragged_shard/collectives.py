@@ -145,7 +145,7 @@ def reduce_scatter_in_place(
     return Pending([work], lambda: _combine([own], out, divide_by, accumulate))
 
 
-# Elements that are summed and divided while they are in the cache.
+# Elements of the working memory where the sum cannot be made in its place.
 _CHUNK = 1 << 16
 
 
@@ -158,10 +158,10 @@ def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulat
     wide = torch.promote_types(out.dtype, source)
     wide = torch.float32 if wide in (torch.bfloat16, torch.float16) else wide
     numel = out.numel()
-    step = min(numel, _CHUNK) if out.device.type == "cpu" else numel
     # `out` itself holds the running sum, unless it is narrower, is added to, or is an addend still to come.
     overwritten = any(addend.data_ptr() == out.data_ptr() for addend in addends[2:])
     in_out = not accumulate and out.dtype == wide == source and not overwritten
+    step = numel if in_out or out.device.type != "cpu" else min(numel, _CHUNK)
     work = None if in_out else torch.empty(step, dtype=wide, device=out.device)
     for start in range(0, numel, max(1, step)):
         stop = min(start + step, numel)

@@ -126,6 +126,22 @@ class Layout:
             found.append((placements, tuple(ragged.local_shape(shape, self.rank)), (lo - base, hi - base)))
         return tuple(found)
 
+    def dtensor_spec(self, index: int, dtype: torch.dtype) -> DTensorSpec:
+        """What makes a DTensor of tensor ``index``; kept, since every step makes one for each gradient."""
+        spec = self._dtensor_specs.get((index, dtype))
+        if spec is None:
+            outer = self.outer[index] if self.outer else None
+            shape = self.shapes[index] if outer is None else outer.shape
+            mesh = self.mesh if outer is None else outer.mesh
+            placements = self.placements[index] + (() if outer is None else outer.placements)
+            meta = TensorMeta(torch.Size(shape), _contiguous_stride(shape), dtype)
+            spec = self._dtensor_specs[index, dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
+        return spec
+
+    @cached_property
+    def _dtensor_specs(self) -> dict[tuple[int, torch.dtype], DTensorSpec]:
+        return {}
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the whole buffer that belong to no tensor."""
@@ -256,17 +272,11 @@ class DBuffer:
         """Tensor ``index`` as a DTensor with a RaggedShard placement, a view of this rank's shard."""
         if not self.is_sharded:
             raise ValueError("only a sharded DBuffer has DTensor views; a whole one has plain views")
-        outer = self.layout.outer[index] if self.layout.outer else None
-        shape = self.shapes[index] if outer is None else outer.shape
-        mesh = self.mesh if outer is None else outer.mesh
-        placements = self.layout.placements[index] + (() if outer is None else outer.placements)
-        meta = TensorMeta(torch.Size(shape), _contiguous_stride(shape), self.dtype)
         # Every DTensor gets a local of its own: torch.utils.swap_tensors and `_local_tensor` assignment must not alias
         # two of them.
         local = self.views[index].view(self.views[index].shape)
         _HOMES[local] = (self, index)
-        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-        return DTensor(local, spec, requires_grad=False)
+        return DTensor(local, self.layout.dtensor_spec(index, self.dtype), requires_grad=False)
 
     def like(self, dtype: torch.dtype | None = None) -> DBuffer:
         """A new, zeroed, sharded DBuffer of the same layout (optimizer states, gradients)."""
