@@ -159,7 +159,7 @@ def fully_shard(
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     backend = "cpu" if device is None else device.type
     return init_device_mesh(backend, (dist.get_world_size(),))
 
