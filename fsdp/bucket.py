@@ -669,6 +669,9 @@ def _run_hooks(parameter: nn.Parameter) -> None:
         hook(parameter)
 
 
+# nn.Parameter(DTensor) is typed as a plain Parameter: hence the ignores where this file reaches its local and spec.
+
+
 def _move_into(parameter: nn.Parameter, home: DTensor) -> None:
     """Make ``parameter`` (an ``nn.Parameter`` that is a DTensor) a view of ``home``'s local tensor, keeping its
     identity.
