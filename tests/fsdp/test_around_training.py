@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp
-from fsdp import fully_shard
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
 from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
@@ -61,20 +60,6 @@ def test_clip_grad_norm(norm_type: float, function: str, policy: Any) -> None:
     check(3, clipped, norm_type, function, policy)
 
 
-def item_of_the_norm() -> list[str]:
-    """pytorch/pytorch#170862: ``.item()`` of the norm must not be this rank's part."""
-    sharded, plain = twins(Stack)
-    for model in (sharded, plain):
-        squares(model).backward()
-    average_gradients(plain)
-    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0).item() for m in (sharded, plain)]
-    return [] if math.isclose(*norms, rel_tol=1e-5) else [str(norms)]
-
-
-def test_item_of_the_norm_is_the_whole_norm() -> None:
-    check(2, item_of_the_norm)
-
-
 def clipped_with_non_finite() -> list[str]:
     """error_if_nonfinite: nan on one rank's shard is an error on all."""
     found = []
@@ -109,34 +94,6 @@ def clip_of_nothing() -> list[str]:
 
 def test_clip_without_gradients() -> None:
     check(2, clip_of_nothing)
-
-
-def two_meshes() -> list[str]:
-    """Experts on one mesh, the rest on another (pytorch/pytorch#180346)."""
-    mesh = cluster.mesh((2, 2), ("replicate", "shard"))
-
-    def shard(model: nn.Module) -> nn.Module:
-        fully_shard(model.blocks[0], mesh=mesh)
-        return fully_shard(model, mesh=cluster.mesh((4,)))
-
-    sharded, plain = twins(Stack, shard)
-    for model in (sharded, plain):
-        squares(model).backward()
-    average_gradients(plain)
-    found = differences(sharded, plain, 1e-6)
-    for norm_type in (2.0, math.inf):
-        norms = [
-            fsdp.clip_grad_norm_(sharded.parameters(), 0.05, norm_type).item(),
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type).item(),
-        ]
-        if not math.isclose(*norms, rel_tol=1e-5):
-            found.append(f"{norm_type}: {norms}")
-        found += differences(sharded, plain, 1e-6)
-    return found
-
-
-def test_clip_over_two_meshes() -> None:
-    check(4, two_meshes)
 
 
 # ---- scaling, schedules ----

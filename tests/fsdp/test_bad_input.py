@@ -4,7 +4,6 @@ what to do.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -262,36 +261,6 @@ def same_module_twice_in_a_list() -> str:
 def test_a_module_twice_in_one_list() -> None:
     messages = cluster.run(2, same_module_twice_in_a_list)
     assert messages in (["no error"] * 2, messages[:1] * 2)
-
-
-def tied_across(kind: str) -> str:
-    model = Stack(2)
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    if kind == "siblings":
-        fully_shard(model.blocks[0])
-        return message_of(fully_shard, model.blocks[1])
-    fully_shard(model.blocks[0])
-    return message_of(fully_shard, model)
-
-
-@pytest.mark.parametrize("kind", ["siblings", "child and root"])
-def test_parameters_tied_across_buckets(kind: str) -> None:
-    """pytorch/pytorch#176225: the error names both places."""
-    second = "'up.weight'" if kind == "siblings" else "'blocks.1.up.weight'"
-    messages = cluster.run(2, tied_across, kind)
-    same_everywhere(messages, "ValueError", "tied", second, "one list")
-    assert len(re.findall(r"up\.weight", messages[0])) >= 2
-
-
-def unrelated_after_collection() -> str:
-    """A freed parameter's id must not make a new one look tied."""
-    for _ in range(30):
-        fully_shard(nn.Linear(3, 3))
-    return "ok"
-
-
-def test_no_false_tie_after_garbage_collection() -> None:
-    assert cluster.run(1, unrelated_after_collection) == ["ok"]
 
 
 @pytest.mark.parametrize("value", ["yes", 1.5, 3])

@@ -18,7 +18,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -208,55 +207,6 @@ def test_forward_without_backward_then_training(reshard_after_forward: bool | No
     check(2, abandoned, reshard_after_forward)
 
 
-def evaluated(mode: str, when: str, reshard_after_forward: bool | None) -> list[str]:
-    """Evaluation before the first step, between steps, and between forward and backward."""
-    sharded, plain = twins(Stack, sharded_with(reshard_after_forward=reshard_after_forward))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (sharded, plain)]
-    context = torch.inference_mode if mode == "inference_mode" else torch.no_grad
-    found: list[str] = []
-
-    def evaluate() -> None:
-        outputs = []
-        for model in (sharded, plain):
-            model.eval()
-            with context():
-                outputs.append(model(data(77)))
-            model.train()
-        if not torch.equal(*outputs):
-            found.append("evaluation differs")
-
-    if when == "first":
-        evaluate()
-    for number in range(3):
-        if when == "before each step":
-            evaluate()
-        losses = []
-        for model in (sharded, plain):
-            loss = squares(model, number)
-            losses.append(loss)
-        if when == "between forward and backward":
-            evaluate()
-        for loss in losses:
-            loss.backward()
-        from tests.fsdp.reference import average_gradients
-
-        average_gradients(plain)
-        found += [f"step {number}: {d}" for d in differences(sharded, plain)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    evaluate()
-    return found
-
-
-@pytest.mark.parametrize("when", ["first", "before each step", "between forward and backward"])
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_then_training(mode: str, when: str) -> None:
-    """pytorch/pytorch#113203: FSDP2 cannot train after inference_mode."""
-    for reshard_after_forward in (None, False):
-        check(2, evaluated, mode, when, reshard_after_forward)
-
-
 def edited(how: str, reshard_after_forward: bool | None) -> list[str]:
     """What is written into sharded parameters between forwards is what the next forward computes with."""
     sharded, plain = twins(Stack, sharded_with(reshard_after_forward=reshard_after_forward))
@@ -409,24 +359,6 @@ def wrapped(impl: str) -> list[str]:
 @pytest.mark.parametrize("impl", ["reentrant", "non-reentrant"])
 def test_checkpoint_wrapper(impl: str) -> None:
     check(2, wrapped, impl)
-
-
-def after_checkpoints() -> list[str]:
-    """Nothing stays unsharded after backward (pytorch/pytorch#175406)."""
-    found = []
-    for reentrant in (False, True):
-        torch.manual_seed(0)
-        model = Checkpointed()
-        model.reentrant = reentrant
-        shard_children(model, reshard_after_forward=True)
-        for number in range(2):
-            squares(model, number).backward()
-            found += [f"{reentrant} {n}" for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    return found
-
-
-def test_all_is_sharded_after_a_checkpointed_backward() -> None:
-    check(2, after_checkpoints)
 
 
 def random_in_recomputation() -> list[str]:

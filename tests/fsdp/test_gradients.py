@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp import fully_shard
 from tests import cluster
-from tests.fsdp.modules import WIDTH, Adapters, Half, Mlp, Optional, Stack, data, squares
+from tests.fsdp.modules import WIDTH, Adapters, Optional, Stack, data, squares
 from tests.fsdp.reference import average_gradients, differences, shard_children, step, train, twins
 
 
@@ -162,44 +162,6 @@ def test_unused_on_all_ranks_leaves_no_gradient() -> None:
     check(2, unused, [((),), (("b",),), (("a", "scale"),), ((),)])
 
 
-def halves(uses: list[tuple[str, str]]) -> list[str]:
-    """``uses[step][rank]`` says which layers of the first and third block this rank runs."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Half() for _ in range(3))
-            self.out = nn.Linear(WIDTH, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.out(x)
-
-    sharded, plain = twins(Model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (sharded, plain)]
-    rank, found = dist.get_rank(), []
-    for number, use in enumerate(uses):
-        for model in (sharded, plain):
-            for index, block in enumerate(model.blocks):
-                block.use = use[rank] if index != 1 else "both"
-        found += [
-            f"step {number}: {d}"
-            for d in step(sharded, plain, lambda m, n=number: squares(m, n), optimizers, tolerance=0.0)
-        ]
-    return found
-
-
-def test_unused_on_one_rank_counts_as_zero_there() -> None:
-    """pytorch/pytorch#158719, #170667, #174862: no hang, and no wrong gradient."""
-    check(2, halves, [("one", "two"), ("one", "one"), ("both", "two"), ("both", "both"), ("none", "none")])
-
-
-def test_unused_on_one_rank_counts_as_zero_there_without_a_graph() -> None:
-    """One rank's first block has nothing to differentiate at all; the other's has."""
-    check(2, halves, [("both", "none"), ("none", "both"), ("both", "both")])
-
-
 def no_rank_used_anything() -> list[str]:
     sharded, plain = twins(Optional)
     sharded.skip = plain.skip = ("a", "b", "c", "scale")
@@ -298,59 +260,6 @@ def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
 # ---- tied ----
 
 
-class Tied(nn.Module):
-    """One weight as embedding, as a layer, and as the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(13, WIDTH)
-        self.mlp = Mlp()
-        self.head = nn.Linear(WIDTH, 13, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.arange(6) + dist.get_rank()
-        return self.head(self.mlp(self.embed(tokens))) + (x.sum() + self.embed.weight.square()).sum()
-
-
-def tied_in_the_root() -> list[str]:
-    def shard(model: nn.Module) -> nn.Module:
-        fully_shard(model.mlp)
-        return fully_shard(model)
-
-    found = train(Tied, squares, shard)
-    model = shard(Tied())
-    if model.head.weight is not model.embed.weight:
-        found.append("not tied after sharding")
-    squares(model).backward()
-    if model.head.weight is not model.embed.weight:
-        found.append("not tied after a step")
-    if len(list(model.named_parameters())) != 5:
-        found.append("the tied weight counts twice")
-    return found
-
-
-def test_tied_in_one_bucket() -> None:
-    check(2, tied_in_the_root)
-
-
-class TiedPlainly(Tied):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mlp(self.embed(torch.arange(6) + dist.get_rank())))
-
-
-def tied_list() -> list[str]:
-    def shard(model: nn.Module) -> nn.Module:
-        fully_shard([model.embed, model.head])
-        return fully_shard(model)
-
-    return train(TiedPlainly, squares, shard)
-
-
-def test_tied_in_one_list() -> None:
-    check(2, tied_list)
-
-
 # ---- factors ----
 
 
@@ -368,16 +277,6 @@ def divided(factor: float, world: int) -> list[str]:
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1.0), (2, 8.0), (3, 2.0)])
 def test_gradient_divide_factor(world_size: int, factor: float) -> None:
     check(world_size, divided, factor, world_size)
-
-
-def mean(world: int) -> list[str]:
-    """pytorch/pytorch#162338: the default is the mean over the ranks, on gloo too."""
-    return train(Stack, squares, tolerance=0.0 if world == 2 else 1e-5)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_gradient_is_the_mean(world_size: int) -> None:
-    check(world_size, mean, world_size)
 
 
 def not_recursive() -> list[bool]:
