@@ -169,12 +169,6 @@ def state_parameters(model: nn.Module) -> list[Tensor]:
     return sharded or list(model.parameters())
 
 
-@pytest.mark.parametrize(("where", "index"), CASES)
-def test_the_next_step_is_a_clean_one(where: str, index: int) -> None:
-    """pytorch/torchtitan#1329, mosaicml/composer#3866."""
-    check(2, recover, where, index, False)
-
-
 @pytest.mark.parametrize(("where", "index"), [("forward", 1), ("backward", 1), ("backward hook", 1)])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_reset_iter_state_leaves_resting_memory(where: str, index: int, reshard_after_forward: bool) -> None:

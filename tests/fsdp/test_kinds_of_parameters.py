@@ -370,17 +370,6 @@ def test_ignored_parameters_stay_plain() -> None:
     check(2, ignored)
 
 
-def cpu_offload() -> list[str]:
-    from fsdp import CPUOffloadPolicy
-
-    return train(Stack, squares, partial(shard_children, offload_policy=CPUOffloadPolicy()))
-
-
-def test_cpu_offload_policy_on_cpu_is_accepted() -> None:
-    """pytorch/pytorch#148532."""
-    check(2, cpu_offload)
-
-
 def nested_policies() -> list[str]:
     """Every block kind, in models where ranks own nothing of a bucket."""
     found = []

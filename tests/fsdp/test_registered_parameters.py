@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp import fully_shard
@@ -25,43 +21,6 @@ def shown(module: nn.Module) -> str:
         )
     (kind,) = kinds
     return kind
-
-
-def states(wrap: str, reshard_after_forward: bool | None) -> list[tuple[str, str]]:
-    """(child, root) after construction, forward, backward, and a second forward and backward."""
-    torch.manual_seed(0)
-    shard = fully_shard if wrap == "ours" else torch_fully_shard
-    model = Stack()
-    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
-    for block in model.blocks:
-        shard(block, **options)
-    shard(model, **options)
-
-    def now() -> tuple[str, str]:
-        (root,) = {SHARDED if isinstance(p, DTensor) else WHOLE for p in model.parameters(recurse=False)}
-        return shown(model.blocks[0]), root
-
-    seen = [now()]
-    for step in range(2):
-        loss = squares(model, step)
-        seen.append(now())
-        loss.backward()
-        seen.append(now())
-    return seen
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_as_torch(reshard_after_forward: bool | None) -> None:
-    """pytorch/pytorch#149029, #155319: after forward the child of ``True`` / ``None`` and the root of ``True`` are
-    sharded.
-    """
-    child = WHOLE if reshard_after_forward is False else SHARDED
-    root = SHARDED if reshard_after_forward is True else WHOLE
-    step = [(child, root), (SHARDED, SHARDED)]
-    for result in cluster.run(2, states, "ours", reshard_after_forward):
-        assert result == [(SHARDED, SHARDED), *step, *step]
-    # The control: the table is torch's.
-    assert cluster.run(2, states, "torch", reshard_after_forward)[0] == [(SHARDED, SHARDED), *step, *step]
 
 
 def after_evaluation(reshard_after_forward: bool | None) -> list[str]:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp import fully_shard
 from ragged_shard import Block, ParamPolicy, RaggedShard
 from tests import cluster
 from tests.fsdp.counting import Counted
-from tests.fsdp.modules import Half, Stack, data, squares
-from tests.fsdp.reference import average_gradients, differences, full, shard_children, train, twins
+from tests.fsdp.modules import Half, Stack, squares
+from tests.fsdp.reference import average_gradients, differences, shard_children, train, twins
 
 
 def check(world_size: int, function: Callable[..., list[str]], *args: Any, **kwargs: Any) -> None:
@@ -62,43 +62,6 @@ def test_a_2x2_mesh_trains_as_ddp_on_four_ranks(reshard_after_forward: bool | No
     check(4, against_ddp, reshard_after_forward, Block.rows(3))
 
 
-def exact_integers() -> list[str]:
-    """Integer-valued sums have no order: as plain averaging, to the bit (pytorch/pytorch#155903)."""
-
-    class Linear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 3)
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.copy_(torch.randint(-3, 4, parameter.shape))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(self.a(x).relu())
-
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        return model(torch.randint(-2, 3, (4, 6), generator=generator).float()).sum()
-
-    def with_mesh(model: nn.Module, mesh: Any) -> nn.Module:
-        fully_shard(model.a, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    found = []
-    for which in (mesh(), cluster.mesh((4,))):
-        sharded, plain = twins(Linear, partial(with_mesh, mesh=which))
-        for model in (sharded, plain):
-            loss_of(model).backward()
-            loss_of(model).backward()
-        average_gradients(plain)
-        found += differences(sharded, plain)
-    return found
-
-
-def test_gradients_are_bit_identical_where_sums_are_exact() -> None:
-    check(4, exact_integers)
-
-
 def placements() -> list[str]:
     model = hybrid(Stack())
     squares(model).backward()
@@ -115,58 +78,6 @@ def placements() -> list[str]:
 
 def test_placements_are_replicate_and_ragged() -> None:
     check(4, placements)
-
-
-def accumulated(factor: float | None, reduce_replicas_each: bool) -> list[str]:
-    """Micro-batches: none reduced, or reduced among shards alone until the last (set_requires_all_reduce)."""
-    sharded, plain = twins(Stack, hybrid)
-    if factor is not None:
-        for module in sharded.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(factor)
-    for micro in range(3):
-        last = micro == 2
-        if reduce_replicas_each:
-            sharded.set_requires_gradient_sync(last)
-        else:
-            sharded.set_requires_all_reduce(last)
-        squares(sharded, micro).backward()
-        squares(plain, micro).backward()
-    average_gradients(plain, factor)
-    return differences(sharded, plain, 1e-5)
-
-
-@pytest.mark.parametrize("factor", [None, 2.0])
-@pytest.mark.parametrize("reduce_replicas_each", [True, False])
-def test_accumulation(factor: float | None, reduce_replicas_each: bool) -> None:
-    """pytorch/pytorch#194628, #155903, #125484."""
-    check(4, accumulated, factor, reduce_replicas_each)
-
-
-def bfloat16_accumulation() -> list[str]:
-    """Partial sums between reduce-scatter and all-reduce stay in reduce_dtype: fp32 sums of eight bf16 micro-batches
-    are as good as those of one dimension.
-    """
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    grads = []
-    for which in (mesh(), cluster.mesh((4,))):
-        torch.manual_seed(0)
-        model = shard_children(Stack(), mesh=which, mp_policy=policy)
-        for micro in range(8):
-            if which.ndim == 2:
-                model.set_requires_all_reduce(micro == 7)
-            model(data(micro)).float().square().mean().backward()
-        grads.append({n: full(p.grad) for n, p in model.named_parameters()})
-    found = []
-    for name, one in grads[0].items():
-        worst = (one - grads[1][name]).abs().max() / one.abs().max()
-        if not worst < 1e-5:
-            found.append(f"{name}: {worst}")
-    return found
-
-
-def test_partial_sums_stay_in_the_reduction_dtype() -> None:
-    check(4, bfloat16_accumulation)
 
 
 def unused() -> list[str]:
