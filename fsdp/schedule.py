@@ -5,7 +5,7 @@ Every decision follows from what all ranks see alike (the order in which modules
 sequence of collectives:
 
     forward    before a bucket computes, the next one of the last iteration's order is already being gathered
-    backward   the same in the reverse order of this iteration's forward
+    backward   the same in the reverse order of this iteration's forward; on CPU only what the user asks for
     reduction  in the reverse order in which buckets began their forward, each started when its gradients and those of
     all
                before it are complete, at most one in flight; what is still missing at the end (parameters that this
@@ -33,6 +33,8 @@ class Schedule:
         self.device = device
         self.pool: Pool = Pool(device) if shared is None else shared.pool
         self.streams: CommStreams = CommStreams(device) if shared is None else shared.streams
+        # On CPU it would overlap with nothing but gloo's thread, and hold one more buffer at the peak.
+        self.prefetches_backward = device.type != "cpu"
         self.buckets: list[Bucket] = []
         # The state whose forward started this iteration, while that forward runs.
         self.root: object | None = None
@@ -130,7 +132,7 @@ class Schedule:
         if prefetch:
             for other in prefetch:
                 other.unshard()
-        elif stack and stack[-1].unshard_in_backward:
+        elif self.prefetches_backward and stack and stack[-1].unshard_in_backward:
             stack[-1].unshard()
 
     def before_gradients(self) -> None:

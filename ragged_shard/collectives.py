@@ -13,6 +13,7 @@ as in-place broadcasts and direct messages + sum, so those are what runs on gloo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "all_to_all_v_into",
     "coalesced",
     "exchange",
+    "received_at_once",
     "reduce_scatter_in_place",
     "reduce_scatter_scratch_numel",
 ]
@@ -101,12 +103,30 @@ def all_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending([dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
 
 
+# On gloo a reduction is received in pieces, so that the memory beside the buffer is small: this many, with two on their
+# way at a time, and none below the least number of elements.
+_PIECES, _LEAST = 8, 1 << 14
+# Of each group: how many reductions it has begun, alike on all its ranks. Tag 0 is that of all other messages.
+_TAGS = 1 << 10
+_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _piece(chunk: int) -> int:
+    """Elements of a piece of a chunk; whole cache lines, so that every piece starts as aligned as its chunk."""
+    return min(chunk, max(_LEAST, -(-chunk // _PIECES // 64) * 64))
+
+
+def received_at_once(chunk: int, size: int) -> int:
+    """Elements that ``size - 1`` peers have on their way to a rank during a reduction on gloo."""
+    return min(chunk, 2 * _piece(chunk)) * (size - 1)
+
+
 def reduce_scatter_scratch_numel(full: Tensor, group: dist.ProcessGroup) -> int:
-    """Elements of scratch memory that ``reduce_scatter_in_place`` needs for ``full``: what the peers send, on gloo."""
+    """Elements of scratch memory that ``reduce_scatter_in_place`` needs for ``full``: what is received, on gloo."""
     size = group.size()
     if size == 1 or not is_gloo(group, full):
         return 0
-    return full.numel() // size * (size - 1)
+    return received_at_once(full.numel() // size, size)
 
 
 def reduce_scatter_in_place(
@@ -121,9 +141,9 @@ def reduce_scatter_in_place(
     """Sum chunk k of ``full`` over the ranks, divide it, and write it to (or add it to) ``out`` on rank k.
 
     ``full``: 1-D of ``size * n`` elements; its own chunk may be overwritten. ``out``: 1-D of n, of any floating dtype;
-    it may be the own chunk of ``full``. ``scratch``: 1-D of ``reduce_scatter_scratch_numel`` elements of ``full``'s
-    dtype, allocated when missing; it must stay untouched until ``wait()`` returns. The addends are summed in rank
-    order, in ``out``'s precision where that is the higher one, so the result does not depend on who is asked.
+    it may be the own chunk of ``full``. ``scratch``: on gloo, 1-D of ``reduce_scatter_scratch_numel`` elements of
+    ``full``'s dtype, allocated when missing; it must stay untouched until ``wait()`` returns. The addends are summed
+    in rank order, in ``out``'s precision where that is the higher one, so the result does not depend on who is asked.
     """
     size, rank = group.size(), group.rank()
     own = full.chunk(size)[rank] if full.numel() else full
@@ -131,18 +151,69 @@ def reduce_scatter_in_place(
     if size == 1 or full.numel() == 0:
         return Pending((), lambda: _combine([own], out, divide_by, accumulate))
     if is_gloo(group, full):
-        n = own.numel()
-        received = list((full.new_empty(n * (size - 1)) if scratch is None else scratch).chunk(size - 1))
-        works: list[dist.Work | None] = []
-        for peer, place in zip((p for p in range(size) if p != rank), received, strict=True):
-            works.append(dist.irecv(place, group=group, group_src=peer))
-        for step in range(1, size):
-            peer = (rank + step) % size
-            works.append(dist.isend(full[peer * n : (peer + 1) * n], group=group, group_dst=peer))
-        addends = [*received[:rank], own, *received[rank:]]
-        return Pending(works, lambda: _combine(addends, out, divide_by, accumulate))
+        return _exchange_in_pieces(full, own, out, group, scratch, divide_by, accumulate)
     work = dist.reduce_scatter_tensor(own, full, group=group, async_op=True)
     return Pending([work], lambda: _combine([own], out, divide_by, accumulate))
+
+
+def _exchange_in_pieces(
+    full: Tensor,
+    own: Tensor,
+    out: Tensor,
+    group: dist.ProcessGroup,
+    scratch: Tensor | None,
+    divide_by: float,
+    accumulate: bool,
+) -> Pending:
+    """``reduce_scatter_in_place`` by messages. Everything is sent at once; what is received goes through ``scratch``,
+    two pieces from each peer, which are added up before the next ones are asked for.
+
+    No rank can wait for another in a circle: a message is on its way whether or not its sender has begun to receive.
+    """
+    size, rank, n = group.size(), group.rank(), own.numel()
+    # Several reductions may be on their way, and ask for their pieces in turns.
+    tag = _reductions[group] = _reductions.get(group, 0) % _TAGS + 1
+    peers = [(rank + step) % size for step in range(1, size)]
+    length = _piece(n)
+    bounds = [(start, min(start + length, n)) for start in range(0, n, length)]
+    if scratch is None:
+        scratch = full.new_empty(received_at_once(n, size))
+    slots = [part.split(length) for part in scratch.chunk(size - 1)]
+    asked: list[list[dist.Work | None]] = []
+
+    def ask(index: int) -> None:
+        start, stop = bounds[index]
+        places = [slot[index % 2][: stop - start] for slot in slots]
+        asked.append(
+            [
+                dist.irecv(place, group=group, group_src=peer, tag=tag)
+                for peer, place in zip((p for p in range(size) if p != rank), places, strict=True)
+            ]
+        )
+
+    for index in range(min(2, len(bounds))):
+        ask(index)
+    sent = [
+        dist.isend(full[peer * n + start : peer * n + stop], group=group, group_dst=peer, tag=tag)
+        for start, stop in bounds
+        for peer in peers
+    ]
+
+    def receive() -> None:
+        for index, (start, stop) in enumerate(bounds):
+            for work in asked[index]:
+                if work is not None:
+                    work.wait()
+            received = [slot[index % 2][: stop - start] for slot in slots]
+            addends = [*received[:rank], own[start:stop], *received[rank:]]
+            _combine(addends, out[start:stop], divide_by, accumulate)
+            if index + 2 < len(bounds):
+                ask(index + 2)
+        for work in sent:
+            if work is not None:
+                work.wait()
+
+    return Pending((), receive)
 
 
 # Elements of the working memory where the sum cannot be made in its place.
