@@ -8,16 +8,18 @@ every rank its shard of the updates; the transfers of the neighbouring batches o
     scatter  b-1       =====>
 
 The shards of a matrix arrive in rank order, which for row shards is the order of its elements: with one matrix per
-owner in a batch, the receive buffer *is* the matrix and its update *is* the send buffer. Matrices that lie whole on
-their owner never enter a batch. Before the first batch the ranks agree on which gradients exist: one small
-all-reduce, and none when nothing moves.
+owner in a batch, the receive buffer *is* the matrix. Matrices that lie whole on their owner never enter a batch.
+Before the first batch the ranks agree on which gradients exist: one small all-reduce, and none when nothing moves.
+
+Matrices of one shape are handed to their rule together, which may multiply them in batches. What travels lies in
+buffers that are used again and again.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +32,12 @@ from ragged_optim.owners import Job
 from ragged_optim.rule import MatrixRule
 from ragged_optim.state import Tiled
 
-__all__ = ["BATCH_BYTES", "Exchange", "Live", "MatrixParam"]
+__all__ = ["BATCH_BYTES", "TOGETHER_BYTES", "Exchange", "Live", "MatrixParam", "compute_here"]
 
 # Small matrices share a batch up to this size per owner: below it latency counts more than the copy that sharing costs.
 BATCH_BYTES = 1 << 20
+# Matrices that go to their rule together: more of them would not stay in a core's cache.
+TOGETHER_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
@@ -81,6 +85,7 @@ class Live:
     owned: Mapping[int, dict[str, Tensor]]
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
     _direction: Tensor | None = None
+    _taken: int = 0
 
     def direction(self) -> Tensor:
         """This rank's shard of the direction in the wire dtype, computed once, in the parameter's local shape."""
@@ -89,26 +94,22 @@ class Live:
                 self._direction = self.param.new_empty(self.param.shape, dtype=self.of.wire)
             else:
                 read = {key: tiled.read() for key, tiled in self.tiled.items()}
-                state = {**self.state, **read}
+                state = {**self.state, **read} if read else self.state
                 direction = self.of.rule.direction(self.param, self.grad, state, self.of.group)
                 for key, tiled in self.tiled.items():
                     tiled.write(state[key])
                 self._direction = direction.to(self.of.wire)
         return self._direction
 
-    def update(self, index: int, matrix: Tensor) -> Tensor:
-        """At the owner of matrix ``index``: its update, contiguous, in the wire dtype."""
-        if self.of.rule.needs_finite and not bool(matrix.isfinite().all()):
-            # An error here would be one of this rank alone, while the others wait for its update.
-            where = f"matrix {index} of " if len(self.of.matrices) > 1 else ""
-            warnings.warn(
-                f"non-finite gradient: {where}parameter {self.of.name!r} and its states are left alone in this step",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return torch.zeros_like(matrix)
-        update = self.of.rule.update(matrix, self.owned.get(index, {}), self.of.group)
-        return update.to(self.of.wire).contiguous()
+    def take(self, fragment: Fragment) -> Tensor:
+        """The flat direction of ``fragment``, which is asked for once; the direction goes with the last one."""
+        direction = self.direction()
+        self._taken += fragment.numel
+        if self._taken == self.param.numel():
+            self._direction = None
+        if fragment.numel == direction.numel():
+            return direction.reshape(-1)
+        return _flat(direction, self.of.name)[fragment.at : fragment.at + fragment.numel]
 
     def apply(self, index: int, fragment: Fragment, update: Tensor) -> None:
         """Apply the flat ``update`` of ``fragment`` of matrix ``index`` to what lies here."""
@@ -123,16 +124,58 @@ class Live:
             }
         self.of.rule.apply(param, update, state, self.of.group, (matrix.rows, matrix.cols))
 
-    def compute_here(self, index: int) -> None:
-        """Direction, update and step of a matrix that lies whole on this rank."""
-        fragment, matrix = self.of.fragments[index][self.of.layout.rank], self.of.matrices[index]
-        assert fragment is not None and fragment.numel == matrix.rows * matrix.cols
-        direction = self.direction()
-        if fragment.numel != direction.numel():
-            direction = _flat(direction, self.of.name)[fragment.at : fragment.at + fragment.numel]
-        self.apply(
-            index, fragment, self.update(index, direction.reshape(matrix.rows, matrix.cols).contiguous()).view(-1)
+
+Part = tuple[Live, int]  # matrix ``int`` of a parameter, in one step
+
+
+def _alike(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Matrices of one shape and param group together, up to ``TOGETHER_BYTES``."""
+    kinds: dict[tuple[int, int, int, torch.dtype], list[Part]] = {}
+    for live, index in parts:
+        matrix = live.of.matrices[index]
+        kinds.setdefault((id(live.of.group), matrix.rows, matrix.cols, live.of.wire), []).append((live, index))
+    for (_, rows, cols, wire), alike in kinds.items():
+        several = max(1, TOGETHER_BYTES // (rows * cols * wire.itemsize))
+        for start in range(0, len(alike), several):
+            yield alike[start : start + several]
+
+
+def _updates(parts: Sequence[Part], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """At the owner of ``parts``, which are alike: their updates, in the wire dtype.
+
+    The next call may overwrite them.
+    """
+    of = parts[0][0].of
+    states = [live.owned.get(index, {}) for live, index in parts]
+    if not of.rule.needs_finite:
+        return [update.to(of.wire) for update in of.rule.update_all(matrices, states, of.group)]
+    updates = []
+    for (live, index), matrix, state in zip(parts, matrices, states, strict=True):
+        if bool(matrix.isfinite().all()):
+            updates.append(of.rule.update(matrix, state, of.group).to(of.wire))
+            continue
+        # An error here would be one of this rank alone, while the others wait for its update.
+        where = f"matrix {index} of " if len(live.of.matrices) > 1 else ""
+        warnings.warn(
+            f"non-finite gradient: {where}parameter {live.of.name!r} and its states are left alone in this step",
+            RuntimeWarning,
+            stacklevel=2,
         )
+        updates.append(torch.zeros_like(matrix))
+    return updates
+
+
+def compute_here(parts: Iterable[Part]) -> None:
+    """Direction, update and step of matrices that lie whole on this rank."""
+    for alike in _alike(parts):
+        matrices, fragments = [], []
+        for live, index in alike:
+            fragment, matrix = live.of.fragments[index][live.of.layout.rank], live.of.matrices[index]
+            assert fragment is not None and fragment.numel == matrix.rows * matrix.cols
+            matrices.append(live.take(fragment).view(matrix.rows, matrix.cols))
+            fragments.append(fragment)
+        for (live, index), fragment, update in zip(alike, fragments, _updates(alike, matrices), strict=True):
+            live.apply(index, fragment, update.reshape(-1))
 
 
 def _flat(tensor: Tensor, name: str) -> Tensor:
@@ -145,22 +188,26 @@ def _flat(tensor: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class _Move:
-    """Matrix ``index`` of ``live`` in a batch."""
+    """Matrix ``index`` of ``of`` in a batch."""
 
-    live: Live
+    of: MatrixParam
     index: int
 
     @property
     def owner(self) -> int:
-        return self.live.of.owners[self.index]
+        return self.of.owners[self.index]
 
     @property
     def matrix(self) -> Matrix:
-        return self.live.of.matrices[self.index]
+        return self.of.matrices[self.index]
 
     @property
     def fragments(self) -> tuple[Fragment | None, ...]:
-        return self.live.of.fragments[self.index]
+        return self.of.fragments[self.index]
+
+    @property
+    def numel(self) -> int:
+        return self.matrix.rows * self.matrix.cols
 
     @property
     def in_order(self) -> bool:
@@ -175,6 +222,31 @@ class _Move:
         return True
 
 
+class _Batch:
+    """Some matrices on their way together, about one per owner: who sends whom how much."""
+
+    def __init__(self, moves: Sequence[_Move], rank: int, size: int) -> None:
+        self.moves, self.wire = list(moves), moves[0].of.wire  # in the order of owners
+        self.mine = [move for move in moves if move.owner == rank]
+        # What lies here of the matrices, in the order of owners, and how much of it is each owner's.
+        self.here = [(move, fragment) for move in moves if (fragment := move.fragments[rank]) is not None]
+        self.out = [sum(f.numel for move, f in self.here if move.owner == owner) for owner in range(size)]
+        # What lies at each rank of the matrices owned here.
+        self.parts = [
+            [(number, f) for number, move in enumerate(self.mine) if (f := move.fragments[source]) is not None]
+            for source in range(size)
+        ]
+        self.into = [sum(fragment.numel for _, fragment in parts) for parts in self.parts]
+        self.one_in_order = len(self.mine) == 1 and self.mine[0].in_order
+        # Where the fragments of each owned matrix lie in what is received, and in what is sent back.
+        self.places: list[list[tuple[int, Fragment]]] = [[] for _ in self.mine]
+        at = 0
+        for parts in self.parts:
+            for number, fragment in parts:
+                self.places[number].append((at, fragment))
+                at += fragment.numel
+
+
 class Exchange:
     """The matrices that lie on the ranks of one process group."""
 
@@ -185,6 +257,9 @@ class Exchange:
         self.moving = [param for param in self.params if param.moves]
         # Of those, the ones that have a gradient in this step, on every rank that holds a part.
         self.present: set[MatrixParam] = set()
+        self._planned: tuple[list[tuple[MatrixParam, torch.dtype]], list[_Batch]] | None = None
+        # Buffers that no transfer uses, by dtype.
+        self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def agree(self, grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> None:
         """Raise the same error on every rank when a parameter that moves has a gradient on some ranks only.
@@ -216,39 +291,60 @@ class Exchange:
         """Update every parameter of ``lives`` (those of this group that have a gradient, in the same order on all
         ranks).
         """
-        batches = self._batches(lives)
-        gathers = deque([_Gather(self, batches[0])] if batches else [])
+        live_of = {live.of: live for live in lives}
+        batches = self._batches([live.of for live in lives])
+        gathers = deque([_Gather(self, batches[0], live_of)] if batches else [])
         scatters: deque[_Scatter] = deque()
-        for live in lives:
-            for index, owner in enumerate(live.of.owners):
-                if owner == self.rank and live.of.stays(index):
-                    live.compute_here(index)
+        compute_here(
+            (live, index)
+            for live in lives
+            for index, owner in enumerate(live.of.owners)
+            if owner == self.rank and live.of.stays(index)
+        )
         for number, batch in enumerate(batches):
-            matrices = gathers.popleft().wait()
+            gather = gathers.popleft()
+            matrices = gather.wait()
             if number + 1 < len(batches):
-                gathers.append(_Gather(self, batches[number + 1]))
-            mine = [move for move in batch if move.owner == self.rank]
-            updates = [move.live.update(move.index, matrix) for move, matrix in zip(mine, matrices, strict=True)]
-            scatters.append(_Scatter(self, batch, updates))
+                gathers.append(_Gather(self, batches[number + 1], live_of))
+            scatters.append(_Scatter(self, batch, live_of, matrices))
+            self.give_back(gather.received)
             if len(scatters) > 2:
                 scatters.popleft().apply()
         for scatter in scatters:
             scatter.apply()
 
-    def _batches(self, lives: Iterable[Live]) -> list[list[_Move]]:
+    def buffer(self, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements that no transfer uses; ``give_back`` them."""
+        free = self._free.setdefault(dtype, [])
+        fits = min((i for i, t in enumerate(free) if t.numel() >= numel), key=lambda i: free[i].numel(), default=None)
+        whole = free.pop(fits) if fits is not None else like.new_empty(max(numel, 1), dtype=dtype)
+        return whole[:numel]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """``buffer`` is free again: its transfer has been waited for."""
+        assert buffer._base is not None
+        self._free[buffer.dtype].append(buffer._base)
+
+    def _batches(self, params: Sequence[MatrixParam]) -> list[_Batch]:
         """Every owner's matrices, the expensive ones first, about ``BATCH_BYTES`` of them in a batch.
 
-        One wire dtype a batch.
+        One wire dtype a batch. Planned anew when other parameters have a gradient than in the last step.
         """
+        key = [(param, param.wire) for param in params]
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, self._plan(params)
+        return self._planned[1]
+
+    def _plan(self, params: Sequence[MatrixParam]) -> list[_Batch]:
         queues: dict[torch.dtype, list[list[_Move]]] = {}
-        for live in lives:
-            for index, owner in enumerate(live.of.owners):
-                if not live.of.stays(index):
-                    queues.setdefault(live.of.wire, [[] for _ in range(self.size)])[owner].append(_Move(live, index))
+        for param in params:
+            for index, owner in enumerate(param.owners):
+                if not param.stays(index):
+                    queues.setdefault(param.wire, [[] for _ in range(self.size)])[owner].append(_Move(param, index))
         batches = []
         for wire, queue_of in queues.items():
             for queue in queue_of:
-                queue.sort(key=lambda move: -move.live.of.job(move.index).flops)
+                queue.sort(key=lambda move: -move.of.job(move.index).flops)
             heads = [0] * self.size
             while any(head < len(queue) for head, queue in zip(heads, queue_of, strict=True)):
                 batch = []
@@ -256,64 +352,51 @@ class Exchange:
                     room = BATCH_BYTES
                     while heads[owner] < len(queue) and room > 0:
                         move = queue[heads[owner]]
-                        numel = move.matrix.rows * move.matrix.cols * wire.itemsize
-                        if room < BATCH_BYTES and numel > room:
+                        nbytes = move.numel * wire.itemsize
+                        if room < BATCH_BYTES and nbytes > room:
                             break
-                        room -= numel
+                        room -= nbytes
                         batch.append(move)
                         heads[owner] += 1
-                batches.append(batch)
+                batches.append(_Batch(batch, self.rank, self.size))
         return batches
-
-
-def _numels(moves: Sequence[_Move], rank: int) -> int:
-    return sum(fragment.numel for move in moves if (fragment := move.fragments[rank]) is not None)
 
 
 class _Gather:
     """Shards of a batch on their way to the owners."""
 
-    def __init__(self, exchange: Exchange, batch: Sequence[_Move]) -> None:
-        self.exchange, rank, size = exchange, exchange.rank, exchange.size
-        self.mine = [move for move in batch if move.owner == rank]
-        parts, send_sizes = [], [0] * size
-        for move in batch:  # in the order of owners
-            fragment = move.fragments[rank]
-            if fragment is not None:
-                flat = _flat(move.live.direction(), move.live.of.name)
-                parts.append(flat[fragment.at : fragment.at + fragment.numel])
-                send_sizes[move.owner] += fragment.numel
-        sample = batch[0].live
+    def __init__(self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live]) -> None:
+        self.exchange, self.batch = exchange, batch
+        like = live_of[batch.moves[0].of].param
+        parts = [live_of[move.of].take(fragment) for move, fragment in batch.here]
         # Held until wait(): the transfer reads it.
-        self.send = (
-            torch.cat(parts)
-            if len(parts) > 1
-            else parts[0].contiguous()
-            if parts
-            else sample.param.new_empty(0, dtype=sample.of.wire)
-        )
-        self.sizes = [_numels(self.mine, source) for source in range(size)]
-        self.received = self.send.new_empty(sum(self.sizes))
+        self.borrowed = len(parts) != 1
+        if self.borrowed:
+            self.send = exchange.buffer(sum(batch.out), like, batch.wire)
+            if parts:
+                torch.cat(parts, out=self.send)
+        else:
+            self.send = parts[0].contiguous()
+        self.received = exchange.buffer(sum(batch.into), like, batch.wire)
         self.work = dist.all_to_all_single(
-            self.received, self.send, self.sizes, send_sizes, group=exchange.group, async_op=True
+            self.received, self.send, batch.into, batch.out, group=exchange.group, async_op=True
         )
 
     def wait(self) -> list[Tensor]:
-        """The matrices owned here, in the batch's order."""
+        """The matrices owned here, in the batch's order, until ``received`` is given back."""
         self.work.wait()
+        if self.borrowed:
+            self.exchange.give_back(self.send)
         del self.send
-        if len(self.mine) == 1 and self.mine[0].in_order:
-            matrix = self.mine[0].matrix
+        batch = self.batch
+        if batch.one_in_order:
+            matrix = batch.mine[0].matrix
             return [self.received.view(matrix.rows, matrix.cols)]
-        parts: list[list[tuple[Fragment, Tensor]]] = [[] for _ in self.mine]
-        for source, chunk in enumerate(torch.split(self.received, self.sizes)):
-            at = 0
-            for move, part in zip(self.mine, parts, strict=True):
-                fragment = move.fragments[source]
-                if fragment is not None:
-                    part.append((fragment, chunk[at : at + fragment.numel]))
-                    at += fragment.numel
-        return [_assemble(move, part) for move, part in zip(self.mine, parts, strict=True)]
+        matrices = []
+        for move, places in zip(batch.mine, batch.places, strict=True):
+            parts = [(fragment, self.received[at : at + fragment.numel]) for at, fragment in places]
+            matrices.append(_assemble(move, parts))
+        return matrices
 
 
 def _assemble(move: _Move, parts: Sequence[tuple[Fragment, Tensor]]) -> Tensor:
@@ -337,42 +420,34 @@ def _cut(update: Tensor, fragment: Fragment) -> Tensor:
 
 
 class _Scatter:
-    """Updates of a batch on their way back to the shards."""
+    """Updates of a batch, computed and on their way back to the shards."""
 
-    def __init__(self, exchange: Exchange, batch: Sequence[_Move], updates: Sequence[Tensor]) -> None:
-        self.exchange, rank, size = exchange, exchange.rank, exchange.size
-        self.batch = batch
-        mine = [move for move in batch if move.owner == rank]
-        send_sizes = [_numels(mine, target) for target in range(size)]
-        if len(mine) == 1 and mine[0].in_order:
-            self.send = updates[0].view(-1)
-        elif mine:
-            parts = [
-                _cut(update, fragment)
-                for target in range(size)
-                for move, update in zip(mine, updates, strict=True)
-                if (fragment := move.fragments[target]) is not None
-            ]
-            self.send = torch.cat(parts)
-        else:
-            self.send = batch[0].live.param.new_empty(0, dtype=batch[0].live.of.wire)
-        sizes = [0] * size
-        for move in batch:
-            fragment = move.fragments[rank]
-            if fragment is not None:
-                sizes[move.owner] += fragment.numel
-        self.received = self.send.new_empty(sum(sizes))
+    def __init__(
+        self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live], matrices: Sequence[Tensor]
+    ) -> None:
+        self.exchange, self.batch, self.live_of = exchange, batch, live_of
+        like = live_of[batch.moves[0].of].param
+        self.send = exchange.buffer(sum(batch.into), like, batch.wire)
+        numbers = {(move.of, move.index): number for number, move in enumerate(batch.mine)}
+        for alike in _alike((live_of[move.of], move.index) for move in batch.mine):
+            chosen = [numbers[live.of, index] for live, index in alike]
+            for number, update in zip(chosen, _updates(alike, [matrices[n] for n in chosen]), strict=True):
+                if batch.one_in_order:
+                    self.send.view(update.shape).copy_(update)
+                    continue
+                for at, fragment in batch.places[number]:
+                    self.send[at : at + fragment.numel].copy_(_cut(update, fragment))
+        self.received = exchange.buffer(sum(batch.out), like, batch.wire)
         self.work = dist.all_to_all_single(
-            self.received, self.send, sizes, send_sizes, group=exchange.group, async_op=True
+            self.received, self.send, batch.out, batch.into, group=exchange.group, async_op=True
         )
 
     def apply(self) -> None:
         """Wait, and step what lies here."""
         self.work.wait()
-        del self.send
+        self.exchange.give_back(self.send)
         at = 0
-        for move in self.batch:  # in the order of owners, as sent
-            fragment = move.fragments[self.exchange.rank]
-            if fragment is not None:
-                move.live.apply(move.index, fragment, self.received[at : at + fragment.numel])
-                at += fragment.numel
+        for move, fragment in self.batch.here:  # in the order of owners, as sent
+            self.live_of[move.of].apply(move.index, fragment, self.received[at : at + fragment.numel])
+            at += fragment.numel
+        self.exchange.give_back(self.received)

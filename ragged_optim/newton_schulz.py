@@ -14,14 +14,24 @@ shorter than the number of steps repeats its last triple. Sets, and what they ar
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-__all__ = ["COEFFICIENTS", "Coefficients", "flops", "newton_schulz", "schedule", "singular_value_range"]
+__all__ = [
+    "COEFFICIENTS",
+    "Coefficients",
+    "flops",
+    "newton_schulz",
+    "newton_schulz_all",
+    "schedule",
+    "singular_value_range",
+]
 
 Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
@@ -105,46 +115,135 @@ def newton_schulz(
     """About the polar factor of ``matrix`` (rows, cols), in its dtype; ``matrix`` itself is left alone.
 
     The spectral norm is brought to at most 1 by dividing by the Frobenius norm, at least ``eps``: a zero matrix stays
-    zero. Works on the smaller side. The result is contiguous.
+    zero. Works on the smaller side. The result is contiguous; it has no gradient.
 
     ``gram``: iterate on X X^T where that is cheaper (one side at least twice the other), in fp32 and fp64 only: in
     bf16 it explodes. The small singular values come out less accurate, since those of X X^T are their squares: in
     fp32 by about 1e-3 where they are 1/100 of the largest.
     """
+    (result,) = newton_schulz_all([matrix], coefficients, steps, eps, gram=gram)
+    return result.clone()
+
+
+@torch.no_grad()
+def newton_schulz_all(
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients = "keller",
+    steps: int = 5,
+    eps: float = 1e-7,
+    *,
+    gram: bool = False,
+) -> list[Tensor]:
+    """``newton_schulz`` of matrices of one shape and dtype, with the same bits, in batched products.
+
+    On the CPU the results lie in scratch memory of this thread, **until the next call**.
+    """
     triples = schedule(coefficients, steps)
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    # Out of place: the matrix may be a momentum buffer (pytorch/pytorch#194664).
-    x = wide / wide.norm().clamp(min=eps)
-    if triples and gram and _by_gram(x.shape[0], x.shape[1], x.dtype):
-        x = _gram_iteration(x, triples)
-    else:
-        for a, b, c in triples:
-            product = x @ x.T
-            x = torch.addmm(x, _polynomial(product, b, c), x, beta=a)
-    result: Tensor = x if wide is matrix else x.T.contiguous()
-    return result
+    rows, cols = matrices[0].shape
+    if triples and gram and _by_gram(min(rows, cols), max(rows, cols), matrices[0].dtype):
+        return [_by_gram_iteration(matrix, triples, eps) for matrix in matrices]
+    kind = len(matrices), rows, cols, matrices[0].dtype, matrices[0].device
+    if len(matrices) > 1 and not _batches_exactly(*kind, torch.get_num_threads()):
+        # Each call would overwrite the scratch of the last one.
+        return [newton_schulz(matrix, coefficients, steps, eps) for matrix in matrices]
+    x, spare, product, polynomial = _scratch(*kind)
+    for matrix, place in zip(matrices, x.unbind() if x.ndim == 3 else (x,), strict=True):
+        # Out of place: the matrix may be a momentum buffer (pytorch/pytorch#194664).
+        torch.div(matrix, torch.linalg.vector_norm(matrix).clamp_(min=eps), out=place)
+    for triple in triples:
+        _step(x, product, polynomial, spare, triple)
+        x, spare = spare, x
+    return list(x.unbind()) if x.ndim == 3 else [x]
 
 
-def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:
-    """b G + c G G, and at c = 0 one product less."""
-    return torch.addmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+def _step(x: Tensor, product: Tensor, polynomial: Tensor, out: Tensor, triple: Triple) -> None:
+    """out = a X + (b G + c G G) X with G = X X^T, or from the right with G = X^T X if that is smaller.
+
+    ``x`` and ``out``: (rows, cols) or a stack of such; ``product`` and ``polynomial``: scratch of the smaller side.
+    """
+    a, b, c = triple
+    multiply, add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
+    tall = x.shape[-2] > x.shape[-1]
+    multiply(*((x.mT, x) if tall else (x, x.mT)), out=product)
+    if c:
+        add(product, product, product, beta=b, alpha=c, out=polynomial)
+    else:  # a product less
+        torch.mul(product, b, out=polynomial)
+    add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a, out=out)
+
+
+class _Kept(threading.local):
+    """Scratch memory of a thread on the CPU, where fresh memory costs a page fault for every 4 KiB."""
+
+    def __init__(self) -> None:
+        self.memory: dict[torch.dtype, Tensor] = {}
+        self.views: dict[tuple[torch.dtype, int, int, int], tuple[Tensor, ...]] = {}
+
+
+_KEPT = _Kept()
+
+
+def _scratch(
+    count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two of (count, rows, cols) and two of (count, small, small); of (rows, cols) and (small, small) if ``count`` is
+    1.
+    """
+    key = dtype, count, rows, cols
+    found = _KEPT.views.get(key) if device.type == "cpu" else None
+    if found is None:
+        small, stack = min(rows, cols), () if count == 1 else (count,)
+        shapes = [(*stack, rows, cols)] * 2 + [(*stack, small, small)] * 2
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = None if device.type != "cpu" else _KEPT.memory.get(dtype)
+        if memory is None or memory.numel() < sum(sizes):
+            memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+            if device.type == "cpu":
+                _KEPT.memory[dtype] = memory
+                _KEPT.views.clear()
+        parts = memory[: sum(sizes)].split(sizes)
+        found = tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        if device.type == "cpu":
+            _KEPT.views[key] = found
+    return found  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=1024)
+def _batches_exactly(count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device, threads: int) -> bool:
+    """Whether a batched step on this device gives the bits of single ones.
+
+    Products add in an order that depends on shape and kernel, not on values, so one step on random numbers tells.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(count, rows, cols, generator=generator) / math.sqrt(rows * cols)).to(device, dtype)
+    small = min(rows, cols)
+
+    def step(x: Tensor) -> Tensor:
+        out, square = torch.empty_like(x), x.new_empty(*x.shape[:-2], small, small)
+        _step(x, square, torch.empty_like(square), out, _KELLER)
+        return out
+
+    return bool(torch.equal(step(x), torch.stack([step(one) for one in x])))
 
 
 def _by_gram(small: int, large: int, dtype: torch.dtype) -> bool:
     return large >= 2 * small and dtype in (torch.float32, torch.float64)
 
 
-def _gram_iteration(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+def _by_gram_iteration(matrix: Tensor, triples: Sequence[Triple], eps: float) -> Tensor:
     """The same polynomials of R = X X^T, gathered in Q, which is applied to X once."""
-    gram, q = x @ x.T, None
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix / torch.linalg.vector_norm(matrix).clamp(min=eps)
+    gram, q = x.T @ x if tall else x @ x.T, None
     for step, (a, b, c) in enumerate(triples, 1):
-        factor = _polynomial(gram, b, c)
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
         factor.diagonal().add_(a)
         q = factor if q is None else factor @ q
         if step < len(triples):
             gram = factor @ gram @ factor
     assert q is not None
-    return q @ x
+    result: Tensor = x @ q.T if tall else q @ x
+    return result
 
 
 def flops(

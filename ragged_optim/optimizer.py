@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ragged_optim import owners
-from ragged_optim.exchange import Exchange, Live, MatrixParam
+from ragged_optim.exchange import Exchange, Live, MatrixParam, compute_here
 from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
 from ragged_optim.policies import Explanation, Row
 from ragged_optim.quantize import tiling
@@ -486,9 +486,7 @@ class RaggedOptimizer(Optimizer):
             state, tiled = self._local_state(param, group, of.rule)
             state, owned = self._split_state(of, state)
             lives.setdefault(of.layout.group, []).append(Live(of, here, grad, state, owned, tiled))
-        for live in lives.pop(None, []):
-            for index in range(len(live.of.matrices)):
-                live.compute_here(index)
+        compute_here((live, index) for live in lives.pop(None, []) for index in range(len(live.of.matrices)))
         for exchange in exchanges:
             exchange.run(lives.get(exchange.group, []))
 

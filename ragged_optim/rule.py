@@ -161,6 +161,14 @@ class MatrixRule(Rule):
         ``matrix`` (rows, cols), its owned states; returns the update. ``matrix`` may be overwritten.
         """
 
+    def update_all(self, matrices: Sequence[Tensor], states: Sequence[State], group: Group) -> list[Tensor]:
+        """Updates of matrices of one shape; override it where one call for all of them is cheaper and gives the same
+        bits.
+
+        The updates may lie in scratch memory that the next call overwrites.
+        """
+        return [self.update(matrix, state, group) for matrix, state in zip(matrices, states, strict=True)]
+
     @abstractmethod
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
         """On the shard: apply a piece of the update of a matrix of (rows, cols) = ``shape`` to ``param`` in place."""

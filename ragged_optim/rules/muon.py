@@ -98,9 +98,12 @@ class MuonRule(MatrixRule):
         return buf.to(self.wire_dtype(param.dtype, group), copy=True)
 
     def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
-        matrix = matrix.to(group["ns_dtype"])
+        return self.update_all([matrix], [state], group)[0]
+
+    def update_all(self, matrices: Sequence[Tensor], states: Sequence[State], group: Group) -> list[Tensor]:
+        matrices = [matrix.to(group["ns_dtype"]) for matrix in matrices]
         eps, gram = float(group["eps"]), bool(group["gram"])
-        return ns.newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], eps, gram=gram)
+        return ns.newton_schulz_all(matrices, group["ns_coefficients"], group["ns_steps"], eps, gram=gram)
 
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
         alpha = -learning_rate(group) * adjusted(group["adjust_lr_fn"], shape)
@@ -135,8 +138,11 @@ class NorMuonRule(MuonRule):
             "second_momentum_buffer": StateSpec((shape[-2], 1), torch.float32, home="owner"),
         }
 
-    def update(self, matrix: Tensor, state: State, group: Group) -> Tensor:
-        update = super().update(matrix, state, group)
+    def update_all(self, matrices: Sequence[Tensor], states: Sequence[State], group: Group) -> list[Tensor]:
+        updates = super().update_all(matrices, states, group)
+        return [self._normalised(update, state, group) for update, state in zip(updates, states, strict=True)]
+
+    def _normalised(self, update: Tensor, state: State, group: Group) -> Tensor:
         update = update.to(torch.promote_types(update.dtype, torch.float32))
         square = state["second_momentum_buffer"].lerp_(
             update.square().mean(1, keepdim=True).float(), 1 - group["beta2"]
