@@ -5,8 +5,9 @@ that *is* the gradient writes to that place, and autograd is handed an alias of 
 alias as it is, so the parameter's hook finds the gradient already there and fires after all uses, as for any other
 gradient.
 
-    F.linear (and its bias), F.embedding, torch.matmul / mm / bmm with a weight on the right,
-    stack.unbind(0) and iteration over an expert stack, then linear or matmul with a slice
+    F.linear (and its bias), F.embedding, torch.matmul / mm / bmm / grouped_mm with a weight on the right,
+    the same with a transpose of a weight: w.t(), w.mT, w.transpose(-2, -1),
+    and with a slice of an expert stack: w[i], w.select(0, i), w.unbind(0), iteration
 
 are caught wherever they are called, by ``__torch_function__`` of the parameter that the module sees. A second use of
 the same weight in one backward (tied weights) makes an ordinary gradient: autograd adds it to the alias out of place,
@@ -16,6 +17,7 @@ and the hook copies the sum. The ordinary path is also taken under torch.compile
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +34,13 @@ class GradientPlace:
     ``claim`` returns that view for the first gradient of a backward, and ``None`` when an ordinary one must be made.
     """
 
-    __slots__ = ("_open", "claimed")
+    __slots__ = ("_open", "claimed", "slices")
 
     def __init__(self, open_place: Callable[[], Tensor | None]) -> None:
         self._open = open_place
         self.claimed = False
+        # What this forward has taken so far of a stack, while any of it is alive.
+        self.slices: weakref.ref[_Slices] | None = None
 
     def claim(self, dtype: torch.dtype) -> Tensor | None:
         """The view to write a gradient of ``dtype`` into; the caller must write all of it."""
@@ -47,6 +51,15 @@ class GradientPlace:
             return None
         self.claimed = True
         return view
+
+
+class TransposedPlace:
+    """The place of a transposed weight. ``claim`` returns the weight's own view, which is not transposed."""
+
+    __slots__ = ("claim",)
+
+    def __init__(self, weight: GradientPlace) -> None:
+        self.claim = weight.claim
 
 
 class WeightParameter(nn.Parameter):
@@ -61,10 +74,11 @@ class WeightParameter(nn.Parameter):
         return _dispatch(func, args, kwargs or {})
 
 
-class WeightSlice(Tensor):
-    """A slice of a stack of weights that ``unbind`` handed out, with the slice's place."""
+class WeightView(Tensor):
+    """A transpose of a weight or a slice of a stack of weights, with the place of its gradient."""
 
-    place: GradientPlace | None = None
+    place: GradientPlace | TransposedPlace | None = None
+    slices: _Slices | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,26 +105,53 @@ def _ordinary_autograd() -> bool:
     )
 
 
-def _place(weight: Any) -> GradientPlace | None:
+def _place(weight: Any) -> GradientPlace | TransposedPlace | None:
     return getattr(weight, "place", None) if isinstance(weight, Tensor) and weight.requires_grad else None
+
+
+def _own_place(weight: Any) -> GradientPlace | None:
+    place = _place(weight)
+    return place if isinstance(place, GradientPlace) else None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     place = _place(weight)
     if place is None or input.dim() < 2 or weight.dim() != 2 or input.dtype != weight.dtype or input.is_sparse:
         return NotImplemented
-    return _Linear.apply(input, weight, bias, place, _place(bias))  # type: ignore[no-untyped-call]
+    return _Linear.apply(input, weight, bias, place, _own_place(bias))  # type: ignore[no-untyped-call]
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
     place = _place(other)
     if place is None or not isinstance(input, Tensor) or input.dtype != other.dtype or input.is_sparse:
         return NotImplemented
-    if other.dim() == 2 and input.dim() >= 2:
+    stacks = other.dim() == input.dim() == 3 and input.shape[0] == other.shape[0]
+    if stacks or (other.dim() == 2 and input.dim() >= 2):
         return _Matmul.apply(input, other, place)  # type: ignore[no-untyped-call]
-    if other.dim() == 3 and input.dim() == 3 and input.shape[0] == other.shape[0]:
-        return _BatchedMatmul.apply(input, other, place)  # type: ignore[no-untyped-call]
     return NotImplemented
+
+
+def _grouped(
+    input: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Rows of ``input`` in groups that end at ``offs``, each with its matrix of a stack (E, K, N)."""
+    place = _place(other)
+    if (
+        place is None
+        or offs is None
+        or bias is not None
+        or out_dtype not in (None, input.dtype)
+        or (input.dim(), other.dim()) != (2, 3)
+        or input.dtype != other.dtype
+        # Elsewhere the offsets would have to be waited for: the gradient is made by one kernel and written once.
+        or input.device.type != "cpu"
+    ):
+        return NotImplemented
+    return _GroupedMatmul.apply(input, other, offs, place)  # type: ignore[no-untyped-call]
 
 
 def _embedding(
@@ -122,7 +163,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    place = _place(weight)
+    place = _own_place(weight)
     if place is None or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     if padding_idx is not None and padding_idx < 0:
@@ -130,18 +171,44 @@ def _embedding(
     return _Embedding.apply(input, weight, padding_idx, place)  # type: ignore[no-untyped-call]
 
 
-def _unbind(input: Tensor, dim: int = 0) -> Any:
-    place = _place(input)
-    if place is None or dim != 0 or input.dim() < 3:
+def _transpose(input: Tensor, dim0: int, dim1: int) -> Any:
+    place, dims = _own_place(input), input.dim()
+    if place is None or dims < 2 or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
         return NotImplemented
-    stack = _StackPlace(place, input.shape[0])
-    slices = _Unbind.apply(input, stack)  # type: ignore[no-untyped-call]
-    found = []
-    for index, one in enumerate(slices):
-        weight = one.as_subclass(WeightSlice)
-        weight.place = stack.slices[index]
-        found.append(weight)
-    return tuple(found)
+    return _view(input.transpose(-2, -1), TransposedPlace(place), getattr(input, "slices", None))
+
+
+def _last_two(input: Tensor) -> Any:
+    return _transpose(input, -2, -1)
+
+
+def _matrix(input: Tensor) -> Any:
+    return _transpose(input, 0, 1) if input.dim() == 2 else NotImplemented
+
+
+def _unbind(input: Tensor, dim: int = 0) -> Any:
+    slices = _slices_of(input) if dim == 0 else None
+    return NotImplemented if slices is None else tuple(map(slices.weight, range(input.shape[0])))
+
+
+def _select(input: Tensor, dim: int, index: Any) -> Any:
+    return _item(input, index) if dim == 0 else NotImplemented
+
+
+def _item(input: Tensor, index: Any) -> Any:
+    if isinstance(index, Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
+        # As torch: a 0-d integer tensor selects.
+        index = index.item()
+    if type(index) is not int or not -input.shape[0] <= index < input.shape[0]:
+        return NotImplemented
+    slices = _slices_of(input)
+    return NotImplemented if slices is None else slices.weight(index % input.shape[0])
+
+
+def _view(tensor: Tensor, place: GradientPlace | TransposedPlace, slices: _Slices | None) -> WeightView:
+    view = tensor.as_subclass(WeightView)
+    view.place, view.slices = place, slices
+    return view
 
 
 _DIRECT: dict[Any, Callable[..., Any]] = {
@@ -154,24 +221,41 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     Tensor.__matmul__: _matmul,
     Tensor.mm: _matmul,
     Tensor.bmm: _matmul,
+    torch.transpose: _transpose,
+    Tensor.transpose: _transpose,
+    torch.t: _matrix,
+    Tensor.t: _matrix,
+    Tensor.T.__get__: _matrix,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _last_two,  # type: ignore[attr-defined]
     torch.unbind: _unbind,
     Tensor.unbind: _unbind,
+    torch.select: _select,
+    Tensor.select: _select,
+    Tensor.__getitem__: _item,
 }
+for _module, _name in ((torch, "_grouped_mm"), (F, "grouped_mm")):
+    if hasattr(_module, _name):  # in newer versions only
+        _DIRECT[getattr(_module, _name)] = _grouped
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _product(place: GradientPlace, one: Tensor, other: Tensor) -> Tensor:
+def _product(place: GradientPlace | TransposedPlace, one: Tensor, other: Tensor) -> Tensor:
     """``one @ other`` as a weight gradient: in its place if that is free, in new memory if not."""
     multiply = torch.bmm if one.dim() == 3 else torch.mm
+    transposed = isinstance(place, TransposedPlace)
+    if transposed:
+        one, other = other.mT, one.mT
     view = place.claim(one.dtype)
     if view is None:
-        return multiply(one, other)
-    multiply(one, other, out=view)
-    # An alias, not the view itself: autograd keeps a gradient without a copy only if nobody else refers to it.
-    return view.detach()
+        product = multiply(one, other)
+    else:
+        multiply(one, other, out=view)
+        # An alias, not the view itself: autograd keeps a gradient without a copy only if nobody else refers to it.
+        product = view.detach()
+    return product.mT if transposed else product
 
 
 def _sum(place: GradientPlace | None, rows: Tensor) -> Tensor:
@@ -217,8 +301,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _Matmul(torch.autograd.Function):
+    """(..., n, k) @ (k, m), or stacks of as many matrices on both sides."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, place: GradientPlace) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, place: GradientPlace | TransposedPlace) -> Tensor:
         ctx.save_for_backward(input)
         ctx.weight, ctx.place = weight, place
         return torch.matmul(input, weight)
@@ -228,30 +314,59 @@ class _Matmul(torch.autograd.Function):
         (gradient,) = gradients
         (input,) = ctx.saved_tensors
         want_input, want_weight, _ = ctx.needs_input_grad
+        one, other = (input, gradient) if ctx.weight.dim() == 3 else (_rows(input), _rows(gradient))
         return (
-            torch.matmul(gradient, ctx.weight.t()) if want_input else None,
-            _product(ctx.place, _rows(input).t(), _rows(gradient)) if want_weight else None,
+            torch.matmul(gradient, ctx.weight.mT) if want_input else None,
+            _product(ctx.place, one.mT, other) if want_weight else None,
             None,
         )
 
 
-class _BatchedMatmul(torch.autograd.Function):
+class _GroupedMatmul(torch.autograd.Function):
+    """Rows [offs[e - 1], offs[e]) of (S, K) @ matrix e of (E, K, N)."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, place: GradientPlace) -> Tensor:
-        ctx.save_for_backward(input)
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, offs: Tensor, place: GradientPlace | TransposedPlace
+    ) -> Tensor:
+        ctx.save_for_backward(input, offs)
         ctx.weight, ctx.place = weight, place
-        return torch.bmm(input, weight)
+        return torch._grouped_mm(input, weight, offs=offs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        (input,) = ctx.saved_tensors
-        want_input, want_weight, _ = ctx.needs_input_grad
+        input, offs = ctx.saved_tensors
+        want_input, want_weight, *_ = ctx.needs_input_grad
+        weight_gradient = None
+        if want_weight:
+            if torch.is_grad_enabled():
+                weight_gradient = torch._grouped_mm(input.mT, gradient, offs=offs)
+            else:
+                weight_gradient = _grouped_product(ctx.place, input, gradient, offs, ctx.weight.shape)
         return (
-            torch.bmm(gradient, ctx.weight.transpose(1, 2)) if want_input else None,
-            _product(ctx.place, input.transpose(1, 2), gradient) if want_weight else None,
+            torch._grouped_mm(gradient, ctx.weight.mT, offs=offs) if want_input else None,
+            weight_gradient,
+            None,
             None,
         )
+
+
+def _grouped_product(
+    place: GradientPlace | TransposedPlace, input: Tensor, gradient: Tensor, offs: Tensor, shape: torch.Size
+) -> Tensor:
+    """The gradient (E, K, N) of the matrices that multiplied groups of rows."""
+    view, transposed = place.claim(input.dtype), isinstance(place, TransposedPlace)
+    stack = view
+    if stack is None:
+        stack = input.new_empty(shape[0], *(shape[:0:-1] if transposed else shape[1:]))
+    start = 0
+    for matrix, end in zip(stack, offs.tolist(), strict=True):
+        rows, others = input[start:end], gradient[start:end]
+        torch.mm(others.t() if transposed else rows.t(), rows if transposed else others, out=matrix)
+        start = end
+    stack = stack if view is None else view.detach()
+    return stack.mT if transposed else stack
 
 
 class _Embedding(torch.autograd.Function):
@@ -276,14 +391,48 @@ class _Embedding(torch.autograd.Function):
         return None, view.detach(), None, None
 
 
-class _StackPlace:
-    """The place of a stack, handed out slice by slice once the stack itself is free."""
+def _slices_of(weight: Tensor) -> _Slices | None:
+    """The slices of a stack of matrices. Those taken in one forward come from one node, so that backward meets the
+    stack once, however many slices were used.
+    """
+    place = _own_place(weight)
+    if place is None or weight.dim() < 3:
+        return None
+    slices = None if place.slices is None else place.slices()
+    if slices is None or slices.stack.tried:
+        stack = _Stack(place)
+        slices = _Slices(stack, _Unbind.apply(weight, stack))  # type: ignore[no-untyped-call]
+        place.slices = weakref.ref(slices)
+    return slices
 
-    def __init__(self, place: GradientPlace, count: int) -> None:
+
+class _Slices:
+    """The slices of a stack; alive as long as one that was handed out, so no longer than the graph they are in."""
+
+    def __init__(self, stack: _Stack, tensors: tuple[Tensor, ...]) -> None:
+        self.stack, self.tensors = stack, tensors
+
+    def weight(self, index: int) -> WeightView:
+        return _view(self.tensors[index], self.stack.place_of(index), self)
+
+
+class _Stack:
+    """The place of a stack, handed out slice by slice once the stack itself is free.
+
+    The autograd node of the slices holds it; it must not hold the slices, which hold that node.
+    """
+
+    def __init__(self, place: GradientPlace) -> None:
         self.place = place
         self.view: Tensor | None = None
         self.tried = False
-        self.slices = [GradientPlace(lambda index=index: self._slice(index)) for index in range(count)]  # type: ignore[misc]
+        self.dtype = torch.float32
+        self.places: dict[int, GradientPlace] = {}
+
+    def place_of(self, index: int) -> GradientPlace:
+        if index not in self.places:
+            self.places[index] = GradientPlace(lambda: self._slice(index))
+        return self.places[index]
 
     def open(self, dtype: torch.dtype) -> Tensor | None:
         if not self.tried:
@@ -295,17 +444,15 @@ class _StackPlace:
         view = self.open(self.dtype)
         return None if view is None else view[index]
 
-    dtype: torch.dtype = torch.float32
-
     def close(self) -> None:
         self.view, self.tried = None, False
-        for one in self.slices:
+        for one in self.places.values():
             one.claimed = False
 
 
 class _Unbind(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, stack: _StackPlace) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, weight: Tensor, stack: _Stack) -> tuple[Tensor, ...]:
         ctx.stack, ctx.shape = stack, weight.shape[1:]
         stack.dtype = weight.dtype
         ctx.set_materialize_grads(False)
@@ -313,7 +460,7 @@ class _Unbind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        stack: _StackPlace = ctx.stack
+        stack: _Stack = ctx.stack
         present = next((g for g in gradients if g is not None), None)
         if present is None:
             stack.close()

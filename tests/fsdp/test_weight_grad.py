@@ -5,6 +5,7 @@ where they cannot be.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp.weight_grad import WeightView
 from tests import cluster
 from tests.fsdp.counting import Counted
 from tests.fsdp.reference import average_gradients, differences, train
@@ -35,7 +37,7 @@ class Op(nn.Module):
         super().__init__()
         self.name = name
         kind = name.split()[0]
-        if kind in ("bmm", "unbind", "iterate", "index", "einsum"):
+        if kind in ("bmm", "unbind", "iterate", "index", "select", "grouped", "stack", "einsum"):
             self.weight = nn.Parameter(torch.randn(E, N, K))
         else:
             self.weight = nn.Parameter(torch.randn(N, K))
@@ -69,6 +71,16 @@ class Op(nn.Module):
             return F.linear(x, w.detach()) + F.linear(x, w)
         if name == "matmul":
             return x @ w.t().contiguous() + (x[..., :N] @ w).sum()
+        if name == "matmul transposed":
+            return x @ w.t() + (x @ w.T).sum()
+        if name == "mm transposed":
+            return torch.mm(x[0], w.transpose(0, 1))
+        if name == "matmul mT":
+            return x @ w.mT
+        if name == "linear transposed":
+            return F.linear(x[..., :N], w.t())
+        if name == "transposed and linear":
+            return x @ w.t() + F.linear(x, w) * w.t().sum()
         if name == "matmul left":
             return w @ x[0].t()
         if name == "mm":
@@ -99,6 +111,41 @@ class Op(nn.Module):
             return torch.einsum("bek,enk->ben", x, w)
         if name == "index":
             return torch.stack([F.linear(x[:, e], w[e]) for e in range(E)])
+        if name == "index linear":
+            return torch.stack([F.linear(x[:, e], w[e]) for e in (2, 0, -1)])
+        if name == "index matmul":
+            return torch.stack([x[:, e] @ w[torch.tensor(e)].t() for e in range(E)])
+        if name == "index repeated":
+            return F.linear(F.linear(x[:, 0], w[1]).tanh() @ w[1], w[1]) + F.linear(x[:, 1], w[0])
+        if name == "index and whole":
+            return F.linear(x[:, 0], w[1]) * w.mean()
+        if name == "index others":
+            return (
+                F.linear(x[:, 0], w[1]) + w[1:2].sum() + w[None, 0].sum() + w[..., 0].sum() + w[torch.arange(2)].sum()
+            )
+        if name == "index out of range":
+            try:
+                return w[E]
+            except IndexError:
+                return F.linear(x[:, 0], w[0])
+        if name == "index without gradient":
+            with torch.no_grad():
+                scale = w[1].norm()
+            return F.linear(x[:, 0], w[1]) * scale
+        if name == "select":
+            y = (x[:, 1, :N] @ torch.select(w, 0, 3)).sum() + w.select(2, 0).sum()
+            return F.linear(x[:, 0], w.select(0, 1)) * y
+        if name.startswith("grouped"):
+            rows, offs = x.flatten(0, 1), torch.tensor([3, 3, 4, 8], dtype=torch.int32)
+            if name == "grouped":
+                return F.grouped_mm(rows[:, :N], w, offs=offs)
+            if name == "grouped transposed":
+                return torch._grouped_mm(rows, w.transpose(-2, -1), offs=offs)
+            if name == "grouped twice":
+                return F.grouped_mm(F.grouped_mm(rows, w.mT, offs=offs).tanh(), w, offs=offs)
+            return F.grouped_mm(rows, w.mT, offs=offs) * w[0].norm()
+        if name == "stack times stack":
+            return torch.matmul(x.transpose(0, 1), w.mT) + (x.transpose(0, 1)[..., :N] @ w).sum()
         if name == "unbind":
             return torch.stack([F.linear(x[:, e], one) for e, one in enumerate(w.unbind(0))])
         if name == "iterate":
@@ -127,8 +174,11 @@ OPS = [
     "linear twice", "linear and norm", "norm and linear", "linear detached", "matmul", "matmul left", "mm",
     "matmul 3d", "addmm", "embedding", "embedding repeated", "embedding padding", "embedding negative padding",
     "embedding empty", "embedding and head", "embedding scaled by frequency", "bmm", "bmm transposed", "einsum",
-    "index", "unbind", "iterate", "unbind some", "unbind twice each", "unbind otherwise", "unbind and whole",
-    "unbind two times", "unbind other dim", "gradient unused",
+    "matmul transposed", "mm transposed", "matmul mT", "linear transposed", "transposed and linear",
+    "index", "index linear", "index matmul", "index repeated", "index and whole", "index others", "index out of range",
+    "index without gradient", "select", "grouped", "grouped transposed", "grouped twice", "grouped and whole",
+    "stack times stack", "unbind", "iterate", "unbind some", "unbind twice each", "unbind otherwise",
+    "unbind and whole", "unbind two times", "unbind other dim", "gradient unused",
 ]  # fmt: skip
 
 
@@ -192,9 +242,46 @@ def test_accumulation_is_right() -> None:
     assert cluster.run(2, accumulated) == [[], []]
 
 
+def two_graphs() -> list[str]:
+    """Slices of a stack that is in two graphs at once: both forwards take them, each backward walks its own."""
+    found = []
+    for name in ("index linear", "index repeated", "unbind", "unbind some", "bmm transposed", "grouped twice"):
+        torch.manual_seed(0)
+        plain = Model(name, None)
+        model = shard(copy.deepcopy(plain))
+        for one in (model, plain):
+            losses = [loss_of(one, 0), loss_of(one, 1)]
+            for loss in losses:
+                loss.backward()
+        average_gradients(plain)
+        found += [f"{name}: {d}" for d in differences(model, plain, 1e-5)]
+    return found
+
+
+def test_two_graphs_may_share_the_slices() -> None:
+    assert cluster.run(2, two_graphs) == [[], []]
+
+
+def views_left() -> list[int]:
+    """Slices and transposes that outlive their graph, which autograd's nodes may hold out of the collector's sight."""
+    counts = []
+    for name in ("index linear", "index matmul", "unbind", "mm transposed"):
+        model = shard(Model(name, None))
+        for step in range(3):
+            loss_of(model, step).backward()
+        gc.collect()
+        counts.append(sum(type(one) is WeightView for one in gc.get_objects()))
+    return counts
+
+
+def test_slices_do_not_outlive_their_graph() -> None:
+    assert cluster.run(2, views_left) == [[0] * 4] * 2
+
+
 IN_PLACE = [
     "linear", "linear matrix", "linear strided", "embedding", "embedding repeated", "embedding padding", "mm",
-    "matmul 3d", "bmm", "unbind", "iterate", "unbind some",
+    "matmul 3d", "bmm", "bmm transposed", "mm transposed", "matmul mT", "linear transposed", "unbind", "iterate",
+    "unbind some", "index", "index linear", "index matmul", "grouped", "grouped transposed",
 ]  # fmt: skip
 
 
