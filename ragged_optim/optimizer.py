@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ragged_optim import owners
+from ragged_optim.buckets import Bucket, flat_states, whole_buckets
 from ragged_optim.exchange import Exchange, Live, MatrixParam, compute_here
 from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
 from ragged_optim.policies import Explanation, Row
@@ -104,6 +105,8 @@ class RaggedOptimizer(Optimizer):
         self._layouts: dict[Tensor, Layout] = {}
         self._matrix_params: dict[Tensor, MatrixParam] = {}
         self._exchanges: list[Exchange] | None = None
+        self._entries: list[_Entry] = []
+        self._buckets: dict[int, list[Bucket]] = {}
         # Only these references keep the flat buffers under bucket states known to ``buffer_of``.
         self._state_buffers: list[Any] = []
 
@@ -277,7 +280,7 @@ class RaggedOptimizer(Optimizer):
         missing = [
             (name, param, group)
             for name, param, group in self.named_entries()
-            if param not in self.state and not param.is_meta and (param.requires_grad or param.grad is not None)
+            if param not in self.state and _wants_state(param)
         ]
         if not missing:
             return
@@ -287,7 +290,7 @@ class RaggedOptimizer(Optimizer):
             if isinstance(rule, MatrixRule):
                 self._matrix_params[param] = self._matrix_param(name, param, group, rule)
         self._choose_owners()
-        flat, buffers = _flat_states([(param, group) for _, param, group in missing], self.rule_of)
+        flat, buffers = flat_states([(param, group) for _, param, group in missing], self.rule_of)
         self._state_buffers += buffers
         for name, param, group in missing:
             self.state[param] = self._make_state(name, param, group, flat.get(param, {}))
@@ -365,69 +368,108 @@ class RaggedOptimizer(Optimizer):
     # Under torch.compile this part runs as it is: collectives, and counters that are read.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _update(self) -> None:
-        self._complete_states()
-        grads = {param: self._local_grad(name, param) for name, param, _ in self.named_entries()}
+        entries = self._up_to_date_entries()
+        for entry in entries:
+            entry.grad = entry.local_grad()
         exchanges = self._plan_exchanges()
-        moving = {of: param for param, of in self._matrix_params.items() if of.moves}
-        for exchange in exchanges:
-            params = [moving[of] for of in exchange.moving]
-            exchange.agree([grads[param] for param in params], [local(param) for param in params])
-        for group in self.param_groups:
-            rule = self.rule_of(group)
-            if isinstance(rule, ElementwiseRule):
-                self._step_elementwise(rule, group, grads)
-            elif isinstance(rule, BlockwiseRule):
-                self._step_blockwise(rule, group, grads)
-        self._step_matrices(exchanges, grads)
+        if exchanges:
+            by_matrices = {entry.of: entry for entry in entries if entry.of is not None}
+            for exchange in exchanges:
+                moving = [by_matrices[of] for of in exchange.moving]
+                exchange.agree([entry.grad for entry in moving], [local(entry.param) for entry in moving])
+        by_group: dict[int, list[_Entry]] = {}
+        for entry in entries:
+            if entry.of is None and entry.grad is not None:
+                by_group.setdefault(id(entry.group), []).append(entry)
+        for live in by_group.values():
+            if isinstance(live[0].rule, ElementwiseRule):
+                self._step_elementwise(live[0].rule, live[0].group, live)
+            else:
+                self._step_blockwise(live)
+        self._step_matrices(exchanges, entries)
+        for entry in entries:
+            entry.grad = None
 
-    def _local_grad(self, name: str, param: Tensor) -> Tensor | None:
-        """What lies here of the gradient; checked against the parameter."""
-        grad = param.grad
-        if grad is None:
-            return None
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of parameter {name!r} is sparse ({grad.layout}); ragged_optim takes dense gradients only"
-            )
-        if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
-            found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
-            raise RuntimeError(
-                f"parameter {name!r} lies as {param.placements}, its gradient as {found}; redistribute the gradient "
-                "to the parameter's placements before step()"
-            )
-        return local(grad)
+    def _up_to_date_entries(self) -> list[_Entry]:
+        """What is known of each parameter; found anew when groups or states have changed since the last step."""
+        here = [(param, group) for group in self.param_groups for param in group["params"]]
+        if len(here) != len(self._entries) or not all(
+            entry.is_of(param, group, self.state.get(param))
+            for entry, (param, group) in zip(self._entries, here, strict=True)
+        ):
+            self._complete_states()
+            self._buckets = {}
+            self._entries = [
+                _Entry(name, param, group, self.rule_of(group), self._matrix_params.get(param), self.state.get(param))
+                for name, param, group in self.named_entries()
+            ]
+        return self._entries
 
-    def _step_elementwise(
-        self, rule: ElementwiseRule, group: dict[str, Any], grads: Mapping[Tensor, Tensor | None]
-    ) -> None:
-        live = [param for param in group["params"] if grads[param] is not None]
-        params, gradients, states, followers = [], [], [], []
-        whole, rest = _flat_pieces(live, self.state)
-        for piece in whole:
-            params.append(piece.param)
-            gradients.append(piece.grad)
-            states.append(piece.state)
-            followers.append(piece.counters)
+    def _step_elementwise(self, rule: ElementwiseRule, group: dict[str, Any], live: Sequence[_Entry]) -> None:
+        params, gradients, states = [], [], []
+        whole, rest = self._whole_buckets(group, live)
+        for bucket, gradient in whole:
+            params.append(bucket.flat)
+            gradients.append(gradient)
+            states.append(bucket.state)
         written: list[tuple[Tiled, dict[str, Tensor], str]] = []
-        for param in rest:
-            params.append(local(param))
-            gradients.append(cast(Tensor, grads[param]))
-            state, tiled = self._local_state(param, group, rule)
-            state |= {key: store.read() for key, store in tiled.items()}
-            written += [(store, state, key) for key, store in tiled.items()]
+        for entry in rest:
+            params.append(local(entry.param))
+            gradients.append(cast(Tensor, entry.grad))
+            state, tiled, _ = self._states_here(entry)
+            if tiled:
+                state = state | {key: store.read() for key, store in tiled.items()}
+                written += [(store, state, key) for key, store in tiled.items()]
             states.append(state)
-        if not params:
-            return
         if group.get("maximize"):
             gradients = [grad.neg() for grad in gradients]
         rule.update_all(params, gradients, states, group)
         for store, state, key in written:
             store.write(state[key])
-        for state, counters in zip(states, followers, strict=False):
-            for key, others in counters.items():
-                # A buffer of one parameter has no other counter.
-                if others:
-                    torch._foreach_copy_(others, [state[key]] * len(others))
+        for bucket, _ in whole:
+            bucket.follow()
+
+    def _whole_buckets(
+        self, group: Mapping[str, Any], live: Sequence[_Entry]
+    ) -> tuple[list[tuple[Bucket, Tensor]], Sequence[_Entry]]:
+        """Buckets of which every parameter has a gradient in one gradient buffer, with it; the parameters left."""
+        buckets = self._buckets.get(id(group))
+        if buckets is None or not all(bucket.holds(self.state) for bucket in buckets):
+            params = [param for param in group["params"] if param in self.state]
+            buckets = self._buckets[id(group)] = whole_buckets(params, self.state)
+        whole = []
+        for bucket in buckets:
+            gradient = bucket.gradient()
+            if gradient is not None and bucket.in_step():
+                whole.append((bucket, gradient))
+        taken = {id(param) for bucket, _ in whole for param in bucket.params}
+        return whole, [entry for entry in live if id(entry.param) not in taken] if taken else live
+
+    def _step_blockwise(self, live: Sequence[_Entry]) -> None:
+        for entry in live:
+            rule, group = entry.rule, entry.group
+            assert isinstance(rule, BlockwiseRule) and entry.grad is not None
+            if entry.extent is None:
+                layout = self.layout(entry.param, entry.name)
+                extent = layout.extent(layout.rank)
+                assert extent is not None, "checked when the group was made"
+                entry.extent = replace(extent, name=entry.name)
+            state = {key: local(value) for key, value in self.state[entry.param].items()}
+            here = entry.grad.neg() if group.get("maximize") else entry.grad
+            rule.update(local(entry.param), here, state, group, entry.extent)
+
+    def _states_here(self, entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]]:
+        """What lies here of the states of a parameter: as they are, those in 8 bits, and those of its matrices."""
+        assert entry.state is not None
+        here = [local(value) for value in entry.state.values()]
+        found = entry.here
+        if found is None or len(found[0]) != len(here) or not all(a is b for a, b in zip(found[0], here, strict=True)):
+            state, tiled = self._local_state(entry.param, entry.group, entry.rule)
+            owned: dict[int, dict[str, Tensor]] = {}
+            if entry.of is not None:
+                state, owned = self._split_state(entry.of, state)
+            found = entry.here = here, state, tiled, owned
+        return found[1:]
 
     def _local_state(
         self, param: Tensor, group: Mapping[str, Any], rule: Rule
@@ -446,21 +488,6 @@ class RaggedOptimizer(Optimizer):
                 tiled[key] = Tiled(codes, scales, tiling(shape, *spec.tile), extent)
         return state, tiled
 
-    def _step_blockwise(
-        self, rule: BlockwiseRule, group: dict[str, Any], grads: Mapping[Tensor, Tensor | None]
-    ) -> None:
-        names = group.get("param_names")
-        for i, param in enumerate(group["params"]):
-            grad, name = grads[param], names[i] if names else f"number {i} of its group"
-            if grad is None:
-                continue
-            layout = self.layout(param, name)
-            extent = layout.extent(layout.rank)
-            assert extent is not None, "checked when the group was made"
-            state = {key: local(value) for key, value in self.state[param].items()}
-            here = grad.neg() if group.get("maximize") else grad
-            rule.update(local(param), here, state, group, replace(extent, name=name))
-
     def _plan_exchanges(self) -> list[Exchange]:
         if self._exchanges is None:
             by_group: dict[dist.ProcessGroup, list[MatrixParam]] = {}
@@ -471,20 +498,19 @@ class RaggedOptimizer(Optimizer):
             self._exchanges = [Exchange(group, params) for group, params in by_group.items()]
         return self._exchanges
 
-    def _step_matrices(self, exchanges: Sequence[Exchange], grads: Mapping[Tensor, Tensor | None]) -> None:
+    def _step_matrices(self, exchanges: Sequence[Exchange], entries: Sequence[_Entry]) -> None:
         lives: dict[dist.ProcessGroup | None, list[Live]] = {}
-        for _, param, group in self.named_entries():
-            of = self._matrix_params.get(param)
+        for entry in entries:
+            of, grad = entry.of, entry.grad
             if of is None:
                 continue
-            grad, here = grads[param], local(param)
+            here = local(entry.param)
             # Where nothing lies here, the others decide; they have agreed that all have one or none has.
             if grad is None and not (here.numel() == 0 and of.moves and self._others_have(of, exchanges)):
                 continue
-            if grad is not None and group.get("maximize"):
+            if grad is not None and entry.group.get("maximize"):
                 grad = grad.neg()
-            state, tiled = self._local_state(param, group, of.rule)
-            state, owned = self._split_state(of, state)
+            state, tiled, owned = self._states_here(entry)
             lives.setdefault(of.layout.group, []).append(Live(of, here, grad, state, owned, tiled))
         compute_here((live, index) for live in lives.pop(None, []) for index in range(len(live.of.matrices)))
         for exchange in exchanges:
@@ -616,6 +642,61 @@ class RaggedOptimizer(Optimizer):
         self._choose_owners()
 
 
+class _Entry:
+    """What a step needs to know of one parameter, and its local gradient during one."""
+
+    __slots__ = ("extent", "grad", "group", "here", "name", "of", "param", "rule", "state")
+
+    def __init__(
+        self,
+        name: str,
+        param: Tensor,
+        group: dict[str, Any],
+        rule: Rule,
+        of: MatrixParam | None,
+        state: dict[str, Tensor] | None,
+    ) -> None:
+        self.name, self.param, self.group, self.rule, self.of, self.state = name, param, group, rule, of, state
+        self.grad: Tensor | None = None
+        # For block-wise rules: which blocks lie here.
+        self.extent: Extent | None = None
+        # The local tensors of the states, and what they are to the rule.
+        self.here: tuple[list[Tensor], dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]] | None = None
+
+    def is_of(self, param: Tensor, group: dict[str, Any], state: dict[str, Tensor] | None) -> bool:
+        """Whether this still holds; without a state, whether there should be none."""
+        if self.param is not param or self.group is not group or self.state is not state:
+            return False
+        return state is not None or not _wants_state(param)
+
+    def local_grad(self) -> Tensor | None:
+        """What lies here of the gradient; checked against the parameter."""
+        param, grad = self.param, self.param.grad
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {self.name!r} is sparse ({grad.layout}); ragged_optim takes dense "
+                "gradients only"
+            )
+        if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and _same_placements(grad, param)):
+            found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
+            raise RuntimeError(
+                f"parameter {self.name!r} lies as {param.placements}, its gradient as {found}; redistribute the "
+                "gradient to the parameter's placements before step()"
+            )
+        return local(grad)
+
+
+def _wants_state(param: Tensor) -> bool:
+    """Meta and frozen parameters have no state."""
+    return not param.is_meta and (param.requires_grad or param.grad is not None)
+
+
+def _same_placements(a: DTensor, b: DTensor) -> bool:
+    return a.placements is b.placements or a.placements == b.placements
+
+
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
@@ -711,107 +792,3 @@ def _cut_of(extent: Extent, size: int, total: int) -> str:
         if edge != start and edge != total:
             return f"a rank boundary at element {edge} cuts the block of elements {start} to {min(total, start + size)}"
     return ""
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
-
-
-class _Flat:
-    """A bucket whose parameters are all in one group: one piece, and the counters that follow the first one's."""
-
-    def __init__(
-        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], counters: dict[str, list[Tensor]]
-    ) -> None:
-        self.param, self.grad, self.state, self.counters = param, grad, state, counters
-
-
-def _buffer_of(tensor: Tensor) -> Any:
-    if not isinstance(tensor, DTensor):
-        return None
-    try:
-        from ragged_shard.dbuffer import buffer_of
-    except ImportError:
-        return None
-    return buffer_of(tensor)
-
-
-def _by_buffer(params: Iterable[Tensor]) -> dict[int, tuple[Any, dict[int, Tensor]]]:
-    """The buckets that ``params`` lie in, and which of them at which index."""
-    buckets: dict[int, tuple[Any, dict[int, Tensor]]] = {}
-    for param in params:
-        found = _buffer_of(param)
-        if found is not None:
-            buckets.setdefault(id(found[0]), (found[0], {}))[1][found[1]] = param
-    return buckets
-
-
-def _flat_states(
-    entries: Sequence[tuple[Tensor, dict[str, Any]]], rule_of_group: Callable[[Mapping[str, Any]], Rule]
-) -> tuple[dict[Tensor, dict[str, Tensor]], list[Any]]:
-    """States as views of one buffer per bucket, for buckets that lie whole in one group of an element-wise rule."""
-    group_of = dict(entries)
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    buffers = []
-    for buffer, members in _by_buffer(param for param, _ in entries).values():
-        groups = {id(group_of[param]): group_of[param] for param in members.values()}
-        if len(members) != len(buffer.names) or len(groups) != 1:
-            continue
-        (group,) = groups.values()
-        rule = rule_of_group(group)
-        if not isinstance(rule, ElementwiseRule):
-            continue
-        specs = {index: rule.init(tuple(param.shape), group) for index, param in members.items()}
-        for key, spec in specs[0].items():
-            if spec.home != "param" or spec.fill or spec.tile or any(key not in other for other in specs.values()):
-                continue
-            flat = buffer.like(buffer.dtype if spec.dtype is None else spec.dtype)
-            buffers.append(flat)
-            for index, param in members.items():
-                states.setdefault(param, {})[key] = flat.dtensor(index)
-    return states, buffers
-
-
-def _flat_pieces(live: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> tuple[list[_Flat], list[Tensor]]:
-    """Whole buckets as one piece each, and the parameters that are left.
-
-    A bucket is taken whole when all its parameters have a gradient in one gradient buffer, their states lie in one
-    buffer per state and their counters agree. CPU only: elsewhere the fused kernels take lists at no cost and
-    counters cost a synchronisation.
-    """
-    taken: set[Tensor] = set()
-    pieces = []
-    for buffer, members in _by_buffer(live).values():
-        if len(members) != len(buffer.names) or buffer.owned.device.type != "cpu":
-            continue
-        first = members[0]
-        grad = _shared_buffer({index: cast(Tensor, param.grad) for index, param in members.items()})
-        flat: dict[str, Tensor] = {}
-        counters: dict[str, list[Tensor]] = {}
-        for key, value in state[first].items():
-            values = {index: state[param].get(key) for index, param in members.items()}
-            if not isinstance(value, DTensor):
-                if any(other is None or other.item() != value.item() for other in values.values()):
-                    break
-                flat[key] = value
-                counters[key] = [cast(Tensor, other) for other in values.values() if other is not value]
-            else:
-                shared = _shared_buffer(values)
-                if shared is None:
-                    break
-                flat[key] = shared.owned
-        else:
-            if grad is not None and grad.owned.numel() == buffer.owned.numel():
-                pieces.append(_Flat(buffer.owned, grad.owned, flat, counters))
-                taken.update(members.values())
-    return pieces, [param for param in live if param not in taken]
-
-
-def _shared_buffer(tensors: Mapping[int, Tensor | None]) -> Any:
-    """The one buffer in which every tensor lies at its index, or ``None``."""
-    shared = None
-    for index, tensor in tensors.items():
-        found = None if tensor is None else _buffer_of(tensor)
-        if found is None or found[1] != index or (shared is not None and found[0] is not shared):
-            return None
-        shared = found[0]
-    return shared
