@@ -56,6 +56,33 @@ def average_gradients(plain: nn.Module, divide_by: float | None = None) -> None:
             parameter.grad = gradient.detach().div_(divide_by or dist.get_world_size()).to(parameter.dtype)
 
 
+class Masters(nn.Module):
+    """What mixed precision means: ``plain`` computes in ``dtype``, gradients are averaged in fp32, and fp32 parameters
+    of the same names are updated. Buffers keep their dtype. With fp32 nothing is done.
+    """
+
+    def __init__(self, plain: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.plain, self.low = [plain], dtype != torch.float32
+        self.masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()} if self.low else {}
+        for parameter in plain.parameters() if self.low else ():
+            parameter.data = parameter.data.to(dtype)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        yield from self.masters.items()
+
+    def take_gradients(self) -> None:
+        for (_, master), parameter in zip(self.masters.items(), self.plain[0].parameters(), strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            master.grad = None if gradient is None else gradient.float()
+        average_gradients(self)
+
+    def write_back(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.plain[0].named_parameters() if self.low else ():
+                parameter.copy_(self.masters[name])
+
+
 def differences(sharded: nn.Module, plain: nn.Module, tolerance: float = 0.0) -> list[str]:
     """Where parameters and gradients of the two differ by more than ``tolerance``; a collective."""
     ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())

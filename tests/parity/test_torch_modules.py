@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from fsdp import fully_shard
+from fsdp import MixedPrecisionPolicy, fully_shard
 from tests import cluster
-from tests.fsdp.reference import shard_children, train
+from tests.fsdp.reference import Masters, differences, shard_children, train
 
 N = 8
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def sequence(step: int) -> Tensor:
@@ -118,15 +122,15 @@ MODELS = {
 }
 
 
-def shard(model: nn.Module, wrap: str) -> nn.Module:
+def shard(model: nn.Module, wrap: str, **options: Any) -> nn.Module:
     if wrap == "layers" and isinstance(model, (Attention, Whole)):
         for module in list(model.modules()):
             if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-                fully_shard(module)
-        return fully_shard(model)
+                fully_shard(module, **options)
+        return fully_shard(model, **options)
     if wrap == "layers" and not isinstance(model, Lists):
-        return shard_children(model)
-    return fully_shard(model)
+        return shard_children(model, **options)
+    return fully_shard(model, **options)
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -141,6 +145,48 @@ def trained(name: str, wrap: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_plain_data_parallelism(name: str, wrap: str) -> None:
     assert cluster.run(2, trained, name, wrap) == [[], []]
+
+
+def against_ddp(name: str, checkpointed: bool, low: bool) -> list[str]:
+    """Five AdamW steps as DDP's, or (``low``: computed in bfloat16) as those of fp32 masters."""
+    torch.manual_seed(0)
+    plain = MODELS[name]()
+    for module in plain.modules():
+        if low and isinstance(module, nn.BatchNorm1d):
+            # torch has no batch norm of bfloat16 with running averages in fp32.
+            module.running_mean, module.running_var = module.running_mean.bfloat16(), module.running_var.bfloat16()
+    if checkpointed:
+        layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Conv1d, nn.GroupNorm, nn.BatchNorm1d)
+        apply_activation_checkpointing(plain, check_fn=lambda module: isinstance(module, layers))
+    model = shard(copy.deepcopy(plain), "layers", mp_policy=MIXED if low else MixedPrecisionPolicy())
+    masters = Masters(plain, torch.bfloat16 if low else torch.float32)
+    reference = plain if low else DistributedDataParallel(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, masters if low else plain)]
+    found = []
+    for number in range(5):
+        losses = []
+        for one in (model, reference):
+            x = sequence(number)
+            loss = one(x if one is model or not low else x.bfloat16()).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        if losses[0] != pytest.approx(losses[1], rel=1e-5):
+            found.append(f"step {number}: losses {losses}")
+        if low:
+            masters.take_gradients()
+        found += [f"step {number}: {d}" for d in differences(model, masters if low else plain, 1e-5)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        masters.write_back()
+    return found
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", ["transformer", "convolution"])
+def test_trains_as_ddp_with_checkpoints_and_in_bfloat16(name: str, checkpointed: bool, low: bool) -> None:
+    assert cluster.run(2, against_ddp, name, checkpointed, low) == [[], []]
 
 
 def evaluated(name: str) -> list[str]:

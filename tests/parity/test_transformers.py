@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
-from tests.fsdp.reference import differences
+from tests.fsdp.reference import Masters, differences
 
 pytest.importorskip("transformers")
 
@@ -26,6 +26,11 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 32,
 }
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Experts that no token chose, and parameters that a task does not use.
+UNUSED = ("qwen3_moe", "gpt_oss", "deepseek_v3", "vit")
 
 
 def build(name: str) -> nn.Module:
@@ -59,6 +64,38 @@ def build(name: str) -> nn.Module:
             decoder_sparse_step=1,
         )
         return t.Qwen3MoeForCausalLM(config)
+    if name == "gpt_oss":
+        config = t.GptOssConfig(
+            **SMALL,
+            intermediate_size=24,
+            num_key_value_heads=1,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+        return t.GptOssForCausalLM(config)
+    if name == "deepseek_v3":
+        config = t.DeepseekV3Config(
+            **SMALL,
+            intermediate_size=40,
+            moe_intermediate_size=24,
+            num_key_value_heads=2,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=12,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+        )
+        return t.DeepseekV3ForCausalLM(config)
     if name == "bert":
         config = t.BertConfig(**SMALL, intermediate_size=40, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
         return t.BertForMaskedLM(config)
@@ -98,41 +135,48 @@ def policy(name: str, parameter: nn.Parameter) -> ParamPolicy | None:
     return ParamPolicy(block=Block.rows(4)) if parameter.ndim == 2 else None
 
 
-def train(name: str, checkpointed: bool, precision: str | None = None) -> list[str]:
-    """Three AdamW steps of both; losses, gradients and parameters that differ."""
+def train(name: str, checkpointed: bool, low: bool) -> list[str]:
+    """Five AdamW steps of both; losses, gradients and parameters that differ. ``low``: computed in bfloat16, reduced
+    and updated in fp32; else against DDP.
+    """
     plain = build(name)
     model = copy.deepcopy(plain)
     for one in (plain, model):
         if checkpointed:
             one.gradient_checkpointing_enable({"use_reentrant": False})
         one.train()
+    options = {"orig_param_policy": policy, "mp_policy": MIXED if low else MixedPrecisionPolicy()}
     for layer in layers_of(model):
-        fully_shard(layer, orig_param_policy=policy)
-    fully_shard(model, orig_param_policy=policy)
-    ddp = DistributedDataParallel(plain, find_unused_parameters=name in ("qwen3_moe", "vit") and not checkpointed)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    masters = Masters(plain, torch.bfloat16 if low else torch.float32)
+    reference = plain if low else DistributedDataParallel(plain, find_unused_parameters=name in UNUSED)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, masters if low else plain)]
     found = []
-    for number in range(3):
+    for number in range(5):
         losses = []
-        for one in (model, ddp):
+        for one in (model, reference):
             loss = one(**inputs(name, number)).loss
             loss.backward()
             losses.append(loss.item())
         if losses[0] != pytest.approx(losses[1], rel=1e-5):
             found.append(f"step {number}: losses {losses}")
-        worst = differences(model, plain, 2e-5)
-        found += [f"step {number}: {d}" for d in worst]
+        if low:
+            masters.take_gradients()
+        found += [f"step {number}: {d}" for d in differences(model, masters if low else plain, 2e-5)]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        masters.write_back()
     return found
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bert", "vit"])
-def test_trains_as_ddp(name: str, checkpointed: bool) -> None:
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "bert", "vit"])
+def test_trains_as_ddp(name: str, checkpointed: bool, low: bool) -> None:
     # The first call imports the model's module.
-    for found in cluster.run(2, train, name, checkpointed, deadline=120):
+    for found in cluster.run(2, train, name, checkpointed, low, deadline=120):
         assert found == []
 
 
@@ -153,34 +197,6 @@ def tied_and_saved() -> list[str]:
 
 def test_tied_head_of_gpt2() -> None:
     assert cluster.run(2, tied_and_saved, deadline=120) == [[], []]
-
-
-def in_bfloat16(name: str) -> list[str]:
-    """The losses are those of torch's FSDP2 under the same policy."""
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    losses = []
-    for wrap in (fully_shard, torch_fully_shard):
-        model = build(name)
-        for layer in layers_of(model):
-            wrap(layer, mp_policy=mixed)
-        wrap(model, mp_policy=mixed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        mine = []
-        for number in range(3):
-            loss = model(**inputs(name, number)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mine.append(loss.item())
-        losses.append(mine)
-    return [] if losses[0] == pytest.approx(losses[1], rel=1e-2) else [str(losses)]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bfloat16_trains_as_fsdp2(name: str) -> None:
-    assert cluster.run(2, in_bfloat16, name, deadline=120) == [[], []]
 
 
 def generated() -> list[str]:
