@@ -61,7 +61,10 @@ class State:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        *,
+        hooked: bool = False,
     ) -> None:
+        """``hooked``: the modules are copies, and their hooks are already this state's."""
         self.modules = list(modules)
         self.bucket = bucket
         bucket.on_complete, bucket.on_open = self._gradients_complete, self._gradients_open
@@ -77,7 +80,7 @@ class State:
         # Of forwards that have begun: the call's number and the autograd nodes of its inputs.
         self._open: list[tuple[int, list[Node]]] = []
         self._recomputing: list[tuple[int, list[Node]]] = []
-        for module in self.modules:
+        for module in () if hooked else self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             # always_call: a forward that raises must be known to have ended.

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fsdp.bucket import Bucket
+from fsdp.deepcopy import deepcopy
 from fsdp.hooks import State, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "fsdp_class", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -188,16 +189,11 @@ def _states_of(modules: Iterable[TorchFSDPModule]) -> list[State]:
 
 @functools.cache
 def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(
-        f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__}
-    )
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _deepcopy, "__module__": cls.__module__})
 
 
-def _refuse_deepcopy(self: nn.Module, memo: object) -> None:
-    raise RuntimeError(
-        f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the module "
-        f"before fully_shard, or copy its state_dict(), whose tensors are shards"
-    )
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    return deepcopy(self, memo, register_fsdp_forward_method)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -221,6 +217,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             raise
         return state.post_forward(module, args, kwargs, output)
 
+    method.of_fsdp = original  # type: ignore[attr-defined]
     setattr(module, method_name, method)
 
 

@@ -248,33 +248,6 @@ def test_parameters_edited_between_forwards(how: str) -> None:
         check(2, edited, how, reshard_after_forward)
 
 
-def moving_average() -> list[str]:
-    """An EMA of the shards: swapped in for evaluation and out again, then training goes on (pytorch/pytorch#82070)."""
-    sharded, plain = twins(Stack)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (sharded, plain)]
-    averages = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in (sharded, plain)]
-    found = []
-    for number in range(3):
-        found += step(sharded, plain, lambda m, n=number: squares(m, n), optimizers)
-        outputs = []
-        for model, average in zip((sharded, plain), averages, strict=True):
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    average[name].lerp_(parameter.detach(), 0.5)
-                held = {n: p.detach().clone() for n, p in model.named_parameters()}
-                model.load_state_dict(average)
-                outputs.append(model(data(9)))
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(held[name])
-        if not torch.equal(*outputs):
-            found.append(f"step {number}: averaged weights")
-    return found
-
-
-def test_a_moving_average_swapped_in_for_evaluation() -> None:
-    check(2, moving_average)
-
-
 # ---- activation checkpointing ----
 
 

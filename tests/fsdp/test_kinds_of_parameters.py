@@ -226,20 +226,6 @@ def test_forward_on_the_meta_device_says_what_to_do() -> None:
 # ---- copies and state dicts ----
 
 
-def deep_copied() -> str:
-    model = shard_children(Stack())
-    try:
-        copy.deepcopy(model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_deepcopy_is_refused_with_advice() -> None:
-    for message in cluster.run(2, deep_copied):
-        assert message.startswith("RuntimeError") and "before fully_shard" in message and "state_dict" in message
-
-
 def state_dict_round_trip() -> list[str]:
     """state_dict -> another sharded model; the same through torch.save of the local shards."""
     sharded, _ = twins(Stack)

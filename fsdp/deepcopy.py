@@ -1,0 +1,139 @@
+"""``copy.deepcopy`` of a sharded module: another sharded module, with shards, buffers and hooks of its own.
+
+    average = copy.deepcopy(model)          or torch.optim.swa_utils.AveragedModel(model)
+
+No communication: every rank copies its shards. The copy has the layout, the policies and the settings of the original
+and starts between iterations, without gradients; it becomes a root when its own first forward runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
+from fsdp.hooks import State, state_of
+from ragged_shard.dbuffer import DBuffer
+
+__all__ = ["deepcopy"]
+
+
+def deepcopy(module: nn.Module, memo: dict[int, Any], register_method: Callable[[nn.Module, str], None]) -> nn.Module:
+    """What ``__deepcopy__`` of a sharded module returns. ``register_method``: ``fsdp.register_fsdp_forward_method``.
+
+    Raises ``RuntimeError`` in the middle of an iteration, when parameters are whole and gradients unreduced.
+    """
+    found: dict[int, State] = {}
+    for child in module.modules():
+        if (state := state_of(child)) is not None and id(state) not in memo:
+            found[id(state)] = state
+    for state in found.values():
+        _refuse_in_an_iteration(state)
+    buckets = {key: _copy_bucket(state.bucket, memo) for key, state in found.items()}
+    for key in found:
+        # The hooks in the module's dictionaries are bound methods of the state: their copies will be of this one.
+        memo[key] = object.__new__(State)
+
+    result = object.__new__(type(module))
+    memo[id(module)] = result
+    result.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+
+    for key, state in found.items():
+        _finish(memo[key], state, buckets[key], memo, register_method)
+    return result
+
+
+def _refuse_in_an_iteration(state: State) -> None:
+    running = state.schedule is not None and state.schedule.root is not None
+    if running or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"bucket {state.bucket.name!r} cannot be copied in the middle of an iteration; copy the model between "
+            f"optimizer.step() and the next forward"
+        )
+    # Registers the shards, which are what is copied.
+    state.bucket.reshard()
+
+
+def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
+    """The bucket's buffers with the same values; ``memo`` maps its parameters to the new ones."""
+    buffers = []
+    for buffer in bucket.buffers:
+        old = buffer.params
+        params = DBuffer.sharded(buffer.layout, old.dtype, old.device, zero=False)
+        with torch.no_grad():
+            params.flat.copy_(old.flat)
+        parameters = []
+        for index, parameter in enumerate(buffer.parameters):
+            home = params.dtensor(index)
+            sharded = nn.Parameter(home, requires_grad=parameter.sharded.requires_grad)
+            # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
+            sharded._local_tensor = home._local_tensor  # type: ignore[attr-defined]
+            for attribute, value in parameter.sharded.__dict__.items():
+                if attribute not in sharded.__dict__:
+                    setattr(sharded, attribute, copy.deepcopy(value, memo))
+            memo[id(parameter.sharded)] = sharded
+            parameters.append(BucketParameter(parameter.name, list(parameter.places), sharded))
+        buffers.append(FlatBuffer(buffer.layout, parameters, params))
+    return buffers
+
+
+def _finish(
+    copied: State,
+    state: State,
+    buffers: list[FlatBuffer],
+    memo: dict[int, Any],
+    register_method: Callable[[nn.Module, str], None],
+) -> None:
+    """Set up the state of a copied module, now that the modules it speaks of exist."""
+    # Those of a list lie elsewhere in the model, which may be copied as a whole or not.
+    modules = [copy.deepcopy(module, memo) for module in state.modules]
+    for buffer in buffers:
+        for parameter in buffer.parameters:
+            parameter.places = [(memo[id(module)], attribute) for module, attribute in parameter.places]
+    copied.__init__(  # type: ignore[misc]
+        modules,
+        _bucket_over(buffers, state.bucket),
+        state.device,
+        state.mp_policy,
+        state.reshard_after_forward,
+        hooked=True,
+    )
+    copied.forward_prefetch = [memo[id(other)] for other in state.forward_prefetch if id(other) in memo]
+    copied.backward_prefetch = [memo[id(other)] for other in state.backward_prefetch if id(other) in memo]
+    for original, module in zip(state.modules, modules, strict=True):
+        for name, method in list(vars(module).items()):
+            if (inner := getattr(method, "of_fsdp", None)) is not None:
+                bound = isinstance(inner, types.MethodType) and inner.__self__ is original
+                setattr(module, name, types.MethodType(inner.__func__, module) if bound else inner)
+                register_method(module, name)
+
+
+# What a user can set on a bucket, by the methods of FSDPModule.
+_SETTINGS = (
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "requires_gradient_sync",
+    "requires_all_reduce",
+    "divide_factor",
+    "unshard_in_backward",
+    "post_forward_group",
+    "keeps_unsharded",
+)
+
+
+def _bucket_over(buffers: list[FlatBuffer], original: Bucket) -> Bucket:
+    bucket = Bucket(
+        original.name,
+        buffers,
+        param_dtype=original.param_dtype,
+        reduce_dtype=original.reduce_dtype,
+        replicate_dim=original.replicate_dim,
+    )
+    for name in _SETTINGS:
+        setattr(bucket, name, getattr(original, name))
+    return bucket
