@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
@@ -104,6 +105,34 @@ def _redistribute_local_tensor(stock: Any) -> Any:
         )
 
     return redistribute_local_tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed(spec: Any, placements: Any) -> Any:
+    """``spec`` with other placements; made once, since torch's constructor checks and derives a good deal."""
+    return type(spec)(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+
+def _redistribute(stock: Any) -> Any:
+    def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if (
+            placements is None
+            or (self.requires_grad and torch.is_grad_enabled())
+            or any(value is not None for name, value in options.items() if name != "async_op")
+            or (device_mesh is not None and device_mesh is not self.device_mesh)
+            or not _ragged((*placements, *self.placements))
+            or any(p.is_partial() or getattr(p, "dim", 0) < 0 for p in placements)
+            or funcol._are_we_tracing()
+            or torch._C._are_functorch_transforms_active()
+        ):
+            return stock(self, device_mesh, placements, **options)
+        from ragged_shard.redistribute import redistribute_local
+
+        target = _placed(self._spec, tuple(placements))
+        local = redistribute_local(self._local_tensor, self._spec, target, async_op=options.get("async_op", False))
+        return DTensor(local, target, requires_grad=False)
+
+    return redistribute
 
 
 def _redistribute_backward(stock: Any) -> Any:
@@ -274,6 +303,13 @@ _PROPAGATOR = _TENSOR + "_api:DTensor._op_dispatcher.sharding_propagator."
 _SPECS = ("local_tensor", "current_spec", "target_spec")
 
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        _TENSOR + "_api:DTensor.redistribute",
+        ("self", "device_mesh", "placements"),
+        _redistribute,
+        passes_on=True,
+        why="every move without a gradient would pay for an autograd function and a new spec: twice dist.gather's time",
+    ),
     Hook(
         _TENSOR + "_redistribute:redistribute_local_tensor",
         _SPECS,

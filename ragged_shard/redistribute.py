@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, all_to_all_v_into, exchange
+from ragged_shard.collectives import Pending, all_gather_v, all_to_all_v, all_to_all_v_into, exchange, is_gloo
 from ragged_shard.placement import Box, RaggedShard, Region, Shape, check_placements, region_of
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "piece_of",
     "plan_exchange",
     "redistribute_local",
-    "validate_specs",
     "write_piece",
 ]
 
@@ -102,6 +101,9 @@ class ExchangePlan:
     local_shape: Shape
     idle: bool
     """No rank has anything to send: each takes its piece from its own copy."""
+    star: int
+    """Elements that each other rank exchanges on average with the one that receives, or has, all that moves; 0 when
+    several do."""
     gather: tuple[tuple[int, int], ...] | None
     """When all ranks of ``across`` end with the same flat range: the range of the result that each one has now."""
 
@@ -169,8 +171,14 @@ def plan_exchange(shape: Shape, mesh_shape: Shape, here: Shape, before: Placemen
         math.prod(mesh_shape[i] for i in reduced),
         targets[here].local_shape,
         all(i in pinned or mesh_shape[i] == 1 for i in ([across] if across is not None else range(len(mesh_shape)))),
+        max(_of_one(sources), _of_one(targets)),
         gather,
     )
+
+
+def _of_one(regions: dict[Shape, Region]) -> int:
+    held = [region.numel for region in regions.values() if region.numel]
+    return held[0] // len(regions) if len(held) == 1 else 0
 
 
 def _single_dim(before: Placements, after: Placements) -> int | None:
@@ -309,17 +317,14 @@ def _coordinate(mesh: DeviceMesh) -> Shape | None:
     return None if coordinate is None else tuple(coordinate)
 
 
-def validate_specs(current: DTensorSpec, target: DTensorSpec) -> None:
-    """Raise on every rank alike, before any communication, when either spec cannot be or cannot be reached."""
+def _check_orders(current: DTensorSpec, target: DTensorSpec) -> None:
     for spec in (current, target):
         if not spec.use_strided_shard_as_shard_order and not DTensorSpec.is_default_device_order(spec.shard_order):
             raise NotImplementedError(f"a RaggedShard with the shard order {spec.shard_order} is not supported")
-    _validate(tuple(current.shape), tuple(current.mesh.shape), current.placements, target.placements)
 
 
-@lru_cache(maxsize=8192)
 def _validate(shape: Shape, mesh_shape: Shape, before: Placements, after: Placements) -> None:
-    """As ``validate_specs``; errors are not remembered, so they are raised again."""
+    """Raise on every rank alike, before any communication, when either layout cannot be or cannot be reached."""
     check_placements(shape, mesh_shape, before)
     check_placements(shape, mesh_shape, after)
     for mesh_dim, (p, q) in enumerate(zip(before, after, strict=True)):
@@ -341,33 +346,79 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
             "load it "
             "with torch.distributed.checkpoint instead"
         )
-    validate_specs(current, target)
-    mesh, shape = current.mesh, tuple(current.shape)
-    here = _coordinate(mesh)
-    if here is None or current.placements == target.placements:
+    mesh, before, after = current.mesh, current.placements, target.placements
+    if mesh.ndim > 1:
+        _check_orders(current, target)
+    coordinate = mesh.get_coordinate()
+    here = None if coordinate is None else tuple(coordinate)
+    route = _route(mesh, here, tuple(current.shape), before, after)
+    if here is None or before == after:
         return local
+    tracing = funcol._are_we_tracing()
+    for first, second in route.reductions_before:
+        local = _all_reduce(local, mesh, first, second)
+    if route.exchange is not None:
+        local, pending = _run(local, mesh, here, *route.exchange, route.operation, tracing)
+        if async_op and route.ends_with_exchange and not tracing:
+            return _deferred(local, pending)
+        pending.wait()
+    for first, second in route.reductions_after:
+        local = _all_reduce(local, mesh, first, second)
+    for mesh_dim, partial in route.divided:
+        local = partial._partition_value(local, mesh, mesh_dim)
+    return local
+
+
+@dataclass(frozen=True)
+class Route:
+    """A redistribution: all-reduces, one exchange, all-reduces, and the split of a replicated value into addends.
+
+    A reduction is a pair of placements, before and after it.
+    """
+
+    reductions_before: tuple[tuple[Placements, Placements], ...]
+    exchange: tuple[ExchangePlan, Schedule] | None
+    operation: str
+    """What the exchange does with addends."""
+    reductions_after: tuple[tuple[Placements, Placements], ...]
+    divided: tuple[tuple[int, Partial], ...]
+
+    @property
+    def ends_with_exchange(self) -> bool:
+        return not self.reductions_after and not self.divided
+
+
+@lru_cache(maxsize=8192)
+def _route(mesh: DeviceMesh, here: Shape | None, shape: Shape, before: Placements, after: Placements) -> Route:
+    """The route of the rank at ``here``; raises as ``_validate`` (errors are not remembered, so they come again)."""
     mesh_shape = tuple(mesh.shape)
-    before, after = current.placements, target.placements
+    _validate(shape, mesh_shape, before, after)
     # Replicate -> Partial is a local division; until then the dim is Replicate.
-    goal = tuple(Replicate() if q.is_partial() and p.is_replicate() else q for p, q in zip(before, after, strict=True))
-    local, before = _reduce_special(local, mesh, before, goal)
+    divided = tuple(
+        (i, q)
+        for i, (p, q) in enumerate(zip(before, after, strict=True))
+        if isinstance(q, Partial) and p.is_replicate()
+    )
+    goal = tuple(Replicate() if i in dict(divided) else q for i, q in enumerate(after))
+    reductions = []
+    for mesh_dim, (p, q) in enumerate(zip(before, goal, strict=True)):
+        # Only these Partials know their reduction (norms, masked embeddings): rare and small.
+        if _is_reduced(p, q) and (type(p) is not Partial or p.reduce_op not in _REDUCTIONS):
+            single = (*before[:mesh_dim], Replicate(), *before[mesh_dim + 1 :])
+            reductions.append((before, single))
+            before = single
     middle = tuple(p if p.is_partial() and q.is_replicate() else q for p, q in zip(before, goal, strict=True))
     if middle != goal and _total_numel(shape, mesh_shape, before) <= _total_numel(shape, mesh_shape, middle):
         # The shards before are the smaller ones: reduce those.
-        local, before = _all_reduce(local, mesh, before, goal), _reduced(before, goal)
-        middle = goal
-    if before != middle:
-        tracing = funcol._are_we_tracing()
-        local, pending = _run(local, mesh, before, middle, shape, _reduce_op(before, middle), tracing)
-        if async_op and middle == goal == after and not tracing:
-            return _deferred(local, pending)
-        pending.wait()
-    if middle != goal:
-        local = _all_reduce(local, mesh, middle, goal)
-    for mesh_dim, (p, q) in enumerate(zip(current.placements, after, strict=True)):
-        if isinstance(q, Partial) and p.is_replicate():
-            local = q._partition_value(local, mesh, mesh_dim)
-    return local
+        reductions.append((before, _reduced(before, goal)))
+        before, middle = _reduced(before, goal), goal
+    return Route(
+        tuple(reductions),
+        None if here is None or before == middle else _scheduled(mesh, here, shape, before, middle),
+        _reduce_op(before, middle),
+        ((middle, goal),) if middle != goal else (),
+        divided,
+    )
 
 
 def _is_reduced(before: Placement, after: Placement) -> bool:
@@ -383,7 +434,6 @@ def _reduced(before: Placements, after: Placements) -> Placements:
     return tuple(q if p.is_partial() and q.is_replicate() else p for p, q in zip(before, after, strict=True))
 
 
-@lru_cache(maxsize=4096)
 def _total_numel(shape: Shape, mesh_shape: Shape, placements: Placements) -> int:
     """Elements of all local tensors together: what decides where an all-reduce is cheapest, the same on every rank."""
     total = 0
@@ -402,20 +452,6 @@ def _all_reduce(local: Tensor, mesh: DeviceMesh, before: Placements, after: Plac
 
 
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
-
-
-def _reduce_special(
-    local: Tensor, mesh: DeviceMesh, before: Placements, after: Placements
-) -> tuple[Tensor, Placements]:
-    """All-reduce the Partials whose reduction only they know (norms, masked embeddings): rare and small."""
-    placements = list(before)
-    for mesh_dim, (p, q) in enumerate(zip(before, after, strict=True)):
-        if _is_reduced(p, q) and (type(p) is not Partial or p.reduce_op not in _REDUCTIONS):
-            single = [*placements]
-            single[mesh_dim] = Replicate()
-            local = _all_reduce(local, mesh, tuple(placements), tuple(single))
-            placements = single
-    return local, tuple(placements)
 
 
 def _flatten(local: Tensor) -> Tensor:
@@ -453,9 +489,12 @@ class Schedule:
     """An ExchangePlan by group rank: what is packed, the lengths of the all-to-all-v, and where arrivals go.
 
     ``span``: the flat range of the local tensor that is sent as it lies, when there is one. ``direct``: arrivals by
-    source rank are the result already, or (Partial) the whole addends in order.
+    source rank are the result already, or (Partial) the whole addends in order. ``peers``: their ranks in the process
+    group that carries it, ``own`` being the number of this one.
     """
 
+    peers: tuple[int, ...]
+    own: int
     pieces: Pieces
     span: tuple[int, int] | None
     sent: tuple[int, ...]
@@ -464,7 +503,8 @@ class Schedule:
     direct: bool
 
 
-def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, size: int) -> Schedule:
+def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, peers: tuple[int, ...]) -> Schedule:
+    size = len(peers)
     outgoing: list[Pieces] = [()] * size
     incoming: list[tuple[int, Pieces]] = [(0, ())] * size
     for coordinate, pieces in plan.sends:
@@ -481,6 +521,8 @@ def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, size: in
         whole = all(_consecutive(places) == (0, plan.numel) for _, places in incoming)
         direct = whole and [addend for addend, _ in incoming] == list(range(plan.addends))
     return Schedule(
+        peers,
+        ranks[here],
         packed,
         _consecutive(packed),
         tuple(sum(piece.numel for piece in pieces) for pieces in outgoing),
@@ -490,50 +532,58 @@ def _schedule(plan: ExchangePlan, ranks: dict[Shape, int], here: Shape, size: in
     )
 
 
-@lru_cache(maxsize=4096)
-def _scheduled(mesh: DeviceMesh, shape: Shape, before: Placements, after: Placements) -> tuple[ExchangePlan, Schedule]:
-    here = cast(Shape, _coordinate(mesh))
+def _scheduled(
+    mesh: DeviceMesh, here: Shape, shape: Shape, before: Placements, after: Placements
+) -> tuple[ExchangePlan, Schedule]:
     plan = plan_exchange(shape, tuple(mesh.shape), here, before, after)
     (group, exact), table = _mesh_group(mesh, plan.across), _rank_table(mesh)
     members = [
         c for c in table if plan.across is None or all(c[i] == here[i] for i in range(mesh.ndim) if i != plan.across)
     ]
+    in_group = {coordinate: dist.get_group_rank(group, table[coordinate]) for coordinate in members}
     if exact:
-        ranks = {coordinate: dist.get_group_rank(group, table[coordinate]) for coordinate in members}
-    else:
-        ranks = {coordinate: number for number, coordinate in enumerate(members)}
-    return plan, _schedule(plan, ranks, here, len(members))
+        return plan, _schedule(plan, in_group, here, tuple(range(len(members))))
+    numbers = {coordinate: number for number, coordinate in enumerate(members)}
+    return plan, _schedule(plan, numbers, here, tuple(in_group.values()))
 
 
-def _messages(
-    schedule: Schedule, mesh: DeviceMesh, packed: Tensor, arrived: Tensor, here: Shape, world: dist.ProcessGroup
-) -> Pending:
-    """The all-to-all-v among the ranks of a mesh without a group of its own: messages between them in the world's
-    group."""
+def _messages(schedule: Schedule, packed: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> Pending:
+    """The all-to-all-v as messages between those that have something for each other."""
     sends, receives, sent, received = [], [], 0, 0
-    for (coordinate, rank), out, back in zip(_rank_table(mesh).items(), schedule.sent, schedule.received, strict=True):
-        piece, place = packed[sent : sent + out], arrived[received : received + back]
-        if coordinate == here:
-            place.copy_(piece)
+    for number, (peer, out, back) in enumerate(zip(schedule.peers, schedule.sent, schedule.received, strict=True)):
+        if number == schedule.own:
+            if out:
+                arrived[received : received + back].copy_(packed[sent : sent + out])
         else:
-            peer = dist.get_group_rank(world, rank)
-            sends += [(peer, piece)] if out else []
-            receives += [(peer, place)] if back else []
+            if out:
+                sends.append((peer, packed[sent : sent + out]))
+            if back:
+                receives.append((peer, arrived[received : received + back]))
         sent, received = sent + out, received + back
-    return exchange(sends, receives, world)
+    return exchange(sends, receives, group)
+
+
+# From this size on, in bytes, messages to or from a single rank cost half of gloo's all-to-all, which wakes every pair
+# of ranks; small ones to a rank that has not asked yet cost more. NCCL's is a single launch.
+_LARGE_MESSAGE = 1 << 20
 
 
 def _run(
-    local: Tensor, mesh: DeviceMesh, before: Placements, after: Placements, shape: Shape, operation: str, tracing: bool
+    local: Tensor,
+    mesh: DeviceMesh,
+    here: Shape,
+    plan: ExchangePlan,
+    schedule: Schedule,
+    operation: str,
+    tracing: bool,
 ) -> tuple[Tensor, Pending]:
     """Start the exchange. The returned tensor is right once the returned Pending has been waited for."""
-    plan, schedule = _scheduled(mesh, shape, before, after)
     group, exact = _mesh_group(mesh, plan.across)
     flat = local.reshape(-1) if tracing else _flatten(local)
     if plan.gather is not None and not tracing:
         result = flat.new_empty(plan.numel)
         slots = [result[start:stop] for start, stop in plan.gather]
-        here, across = cast(Shape, _coordinate(mesh)), cast(int, plan.across)
+        across = cast(int, plan.across)
         slots[here[across]].copy_(flat)
         return result.view(plan.local_shape), all_gather_v(_by_group_rank(mesh, across, here, slots), group)
     if schedule.span is not None and schedule.span[1] > schedule.span[0]:
@@ -552,10 +602,10 @@ def _run(
         arrived, pending = all_to_all_v(packed, schedule.sent, schedule.received, group), Pending(())
     else:
         arrived = flat.new_empty(sum(schedule.received))
-        if exact:
-            pending = all_to_all_v_into(arrived, packed, schedule.received, schedule.sent, group)
+        if not exact or (plan.star * flat.element_size() >= _LARGE_MESSAGE and is_gloo(group, flat)):
+            pending = _messages(schedule, packed, arrived, group)
         else:
-            pending = _messages(schedule, mesh, packed, arrived, cast(Shape, _coordinate(mesh)), group)
+            pending = all_to_all_v_into(arrived, packed, schedule.received, schedule.sent, group)
     if plan.addends == 1 and schedule.direct:
         return arrived.view(plan.local_shape), pending
     result = flat.new_empty(plan.numel)

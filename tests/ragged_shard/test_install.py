@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -41,8 +42,23 @@ def ragged(placement=ROWS) -> DTensor:
 
 
 def moves():
-    moved = ragged().redistribute(placements=[ELEMENTS])
+    moved = ragged().requires_grad_().redistribute(placements=[ELEMENTS])
     assert torch.equal(moved.to_local(), held(ELEMENTS))
+
+
+def moves_without_autograd():
+    """``Redistribute.apply`` and a spec of its own for every call cost more than a small gather."""
+    from torch.distributed.tensor._redistribute import Redistribute
+
+    x, entered = ragged(), []
+    with mock.patch.object(Redistribute, "apply", side_effect=lambda *args: entered.append(args)):
+        moved = x.redistribute(placements=[ELEMENTS])
+    assert not entered
+    assert torch.equal(moved.to_local(), held(ELEMENTS)) and not moved.requires_grad
+    with torch.no_grad():
+        assert not x.requires_grad_().redistribute(placements=[ELEMENTS]).requires_grad
+    assert x.redistribute(placements=[ELEMENTS]).requires_grad
+    assert x.redistribute(placements=[ELEMENTS], forward_dtype=torch.float64).dtype == torch.float64
 
 
 def cuts_an_operand():
@@ -134,6 +150,7 @@ def stages_a_view():
 
 
 SCENARIOS = {
+    "DTensor.redistribute": moves_without_autograd,
     "_redistribute:redistribute_local_tensor": moves,
     "_dispatch:redistribute_local_tensor": cuts_an_operand,
     "_api:redistribute_local_tensor": brings_back_a_gradient,

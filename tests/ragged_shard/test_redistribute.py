@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ragged_shard import RaggedShard
+from ragged_shard import RaggedShard, redistribute
 from ragged_shard.redistribute import bytes_received
 from tests import cluster
 from tests.ragged_shard import oracle
@@ -217,6 +218,25 @@ def test_partial_partial_reduce_scatters_before_it_all_reduces():
         assert received == piece
 
 
+def large_messages():
+    """As if everything that moves to or from one rank were large: point to point."""
+    with mock.patch.object(redistribute, "_LARGE_MESSAGE", 1):
+        pairs = every_pair((4,), torch.bfloat16)
+        every_partial((4,), ("sum", "max"), torch.float32)
+        whole = distribute_tensor(torch.arange(72.0).reshape(SHAPE), cluster.mesh((4,)), [Replicate()])
+        for after in layouts(4):
+            with mock.patch.object(redistribute, "exchange", wraps=redistribute.exchange) as exchanged:
+                cut = whole.redistribute(placements=[RaggedShard((0,), (1, 2, 0, 3))])
+                moved = cut.redistribute(placements=[after], async_op=True)
+            assert torch.equal(moved.full_tensor(), whole.to_local())
+            assert exchanged.call_count == (isinstance(after, RaggedShard) and sum(map(bool, after.local_units)) == 1)
+    return pairs
+
+
+def test_large_moves_to_and_from_one_rank_are_messages():
+    assert min(cluster.run(4, large_messages, deadline=120)) >= 24
+
+
 # ---- gradients ----
 
 
@@ -337,6 +357,32 @@ def numeric_gradients():
 
 def test_gradients_agree_with_finite_differences():
     cluster.run(2, numeric_gradients, deadline=60)
+
+
+def torch_gradcheck(mesh_shape):
+    """On all ranks in step: a replicated input, cut into ``before``, moved to ``after``, and made whole again."""
+    mesh = cluster.mesh(mesh_shape)
+    full = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).requires_grad_()
+    specs = [p for p in pairs_of_placements(mesh_shape) if valid(full.shape, mesh_shape, p)]
+    everywhere = [Replicate()] * len(mesh_shape)
+    torch.manual_seed(0)  # fast mode perturbs along random directions: the same ones on all ranks
+    pairs = [pair for pair in itertools.product(specs, specs) if has_ragged(*pair)]
+    for before, after in random.Random(0).sample(pairs, min(40, len(pairs))):
+
+        def moved(x, before=before, after=after):
+            cut = DTensor.from_local(x, mesh, everywhere).redistribute(placements=before)
+            return (cut * cut).redistribute(placements=after).full_tensor().sin()
+
+        # An undefined gradient reaches Redistribute.backward as a plain tensor of zeros, for stock placements too.
+        assert torch.autograd.gradcheck(moved, (full,), check_undefined_grad=False, fast_mode=True), (before, after)
+        assert torch.autograd.gradgradcheck(moved, (full,), check_undefined_grad=False, fast_mode=True), (before, after)
+    return len(pairs)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 1)], ids=str)
+def test_gradcheck_and_gradgradcheck(mesh_shape):
+    """Every pair on one mesh dim, forty on two."""
+    assert min(cluster.run(2, torch_gradcheck, mesh_shape, deadline=120)) >= 24
 
 
 def forward_and_backward_dtype():
