@@ -34,19 +34,23 @@ __all__ = [
     "DYNAMIC_ZERO",
     "Segment",
     "Tiling",
+    "column_keys",
     "decode_m",
     "decode_tiles",
     "decode_v",
     "dynamic_map",
+    "dynamic_tables",
     "encode_dynamic",
-    "encode_dynamic_root",
+    "encode_dynamic_square",
     "encode_m",
     "encode_tiles",
     "encode_v",
     "inverse",
     "keys",
+    "m_values",
     "noise",
-    "scale_exponents",
+    "powers_of_two",
+    "root_scale",
     "tiling",
 ]
 
@@ -54,10 +58,14 @@ OFFSET = 2.0**-31
 OFFSET_BITS = (127 - 31) << 23
 # Where rounding up cannot carry past the top code (1.875 would).
 LARGEST = 1.86
-V_SHIFT, M_SHIFT = 0, 16  # m uses the lowest 16 of v's 32 binades
-SMALLEST_EXPONENT, LARGEST_EXPONENT = 127 - 60, 127 + 60
+HALF = 1 << 19  # of what a code's bits leave out: rounds to nearest
+M_OVER_V = 2.0**16  # m uses the lowest 16 of v's 32 binades
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-60, 2.0**60
 # The largest v that has a code; a gradient beyond its root is as good as infinite.
 LARGEST_V = LARGEST * 2.0**60
+SMALLEST_NORMAL = 2.0**-126
+ONE_BITS = 127 << 23
+CELL = 17  # lower bits of a float that the dynamic map's table leaves out
 _MASK = 0xFFFFFFFF
 
 
@@ -157,40 +165,50 @@ def keys(count: int, first: int, seeds: Sequence[int], device: torch.device) -> 
     return (x ^ (x >> 16)).to(torch.int32)
 
 
+@functools.lru_cache(maxsize=64)
+def column_keys(count: int, device: torch.device) -> Tensor:
+    """int32 of hashes of the columns 0 to ``count``."""
+    return keys(count, 0, (), device)
+
+
 def noise(row_keys: Tensor, col_keys: Tensor, out: Tensor) -> Tensor:
-    """Uniform 20-bit integers (rows, cols) in the int32 ``out``."""
-    torch.bitwise_xor(row_keys[:, None], col_keys[None, :], out=out)
+    """Uniform 20-bit integers in the int32 ``out`` (rows, cols) of keys (rows, 1) and (1, cols)."""
+    torch.bitwise_xor(row_keys, col_keys, out=out)
     return out.mul_(0x2C1B3C6D).bitwise_and_(0xFFFFF)
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------
 
 
-def scale_exponents(amax: Tensor, shift: int) -> Tensor:
-    """Biased exponent e (int32) of the smallest power of two 2^(e-127) with amax / 2^(e-127) <= 1.86 * 2^-shift."""
-    bits = (amax * (1.0 / LARGEST)).view(torch.int32)
-    return (((bits + 0x7FFFFF) >> 23) + shift).clamp_(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+def powers_of_two(values: Tensor) -> Tensor:
+    """In place: the powers of two at or below ``values`` >= 0, but no smaller than 2^-60 and no larger than 2^60.
 
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """2^(e-127) as fp32, of biased exponents in (0, 255)."""
-    return (exponents << 23).view(torch.float32)
+    Of 2 / 1.86 times the largest v of a tile it is v's scale, and of 2^16 times as much of |m|'s m's (it uses the
+    lowest 16 of the 32 binades): the smallest with largest / scale < 1.86.
+    """
+    values.view(torch.int32).bitwise_and_(0x7F800000)
+    return values.clamp_(SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def decode_v(bits: Tensor) -> Tensor:
     """In place: int32 codes 0..255 of v become fp32 values, still to be multiplied by the scale."""
-    bits.bitwise_left_shift_(20).add_(OFFSET_BITS)
+    torch.add(_offset_bits(bits.device), bits, alpha=1 << 20, out=bits)
     return bits.view(torch.float32).sub_(OFFSET)
+
+
+@functools.cache
+def _offset_bits(device: torch.device) -> Tensor:
+    return torch.tensor(OFFSET_BITS, dtype=torch.int32, device=device)
 
 
 def encode_v(value: Tensor, dither: Tensor) -> Tensor:
     """In place: fp32 v / scale become int32 whose low 8 bits are the codes; ``dither``: 20-bit integers."""
-    bits = value.add_(OFFSET).view(torch.int32)
-    return bits.add_(dither).bitwise_right_shift_(20)
+    return value.add_(OFFSET).view(torch.int32).add_(dither).bitwise_right_shift_(20)
 
 
 @functools.cache
-def _m_values(device: torch.device) -> Tensor:
+def m_values(device: torch.device) -> Tensor:
+    """The 256 values of m, by code."""
     codes = torch.arange(128, dtype=torch.int32)
     positive = decode_v(codes)
     # Code 255 - c is minus code c.
@@ -199,14 +217,13 @@ def _m_values(device: torch.device) -> Tensor:
 
 def decode_m(codes: Tensor, out: Tensor) -> Tensor:
     """int32 codes 0..255 of m (1-D) to fp32 values in ``out`` (1-D), still to be multiplied by the scale."""
-    return torch.index_select(_m_values(codes.device), 0, codes, out=out)
+    return torch.index_select(m_values(codes.device), 0, codes, out=out)
 
 
 def encode_m(magnitude: Tensor, signed: Tensor) -> Tensor:
     """In place: fp32 |m| / scale become int32 whose low 8 bits are the codes; ``signed``: m (destroyed)."""
-    bits = magnitude.add_(OFFSET).view(torch.int32)
     sign = signed.view(torch.int32).bitwise_right_shift_(31)
-    return bits.add_(1 << 19).bitwise_right_shift_(20).bitwise_xor_(sign)
+    return magnitude.add_(OFFSET).view(torch.int32).add_(HALF).bitwise_right_shift_(20).bitwise_xor_(sign)
 
 
 # ---- the dynamic map ------------------------------------------------------------------------------------------------
@@ -230,31 +247,61 @@ def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
 
 
 @functools.cache
-def _middles(device: torch.device) -> Tensor:
-    values = dynamic_map(device, signed=True)
-    return (values[1:] + values[:-1]) / 2
+def dynamic_tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """How a code of the dynamic map is found without a search: by the upper 15 bits of the float, and one comparison.
+
+    ``values`` (256): those of m; ``middles`` (256): where m goes to the next code, the last infinite; ``squares``
+    (257): the values of the map of the root of v, squared, and infinity. ``m_cells``, ``v_cells`` (uint8): for every
+    number of upper bits, from -2^14 for m, from 0 for v, the code of the smallest float that has them. Such a cell is
+    so narrow that it holds one threshold at most.
+    """
+    values, roots = dynamic_map(torch.device("cpu"), signed=True), dynamic_map(torch.device("cpu"), signed=False)
+    infinite = torch.tensor([math.inf])
+    middles = torch.cat([(values[1:] + values[:-1]) / 2, infinite])
+    squares = torch.cat([roots.square(), infinite])
+    largest = ONE_BITS >> CELL
+    cells = torch.arange(-(1 << 14), largest + 1, dtype=torch.int32) << CELL
+    # The smallest of negative floats has the largest magnitude.
+    smallest = torch.where(cells < 0, cells | ((1 << CELL) - 1), cells).view(torch.float32).nan_to_num(-1.0)
+    m_cells = torch.bucketize(smallest, middles[:-1]).to(torch.uint8)
+    v_cells = torch.bucketize(smallest[1 << 14 :], squares[:-1], right=True).sub_(1).to(torch.uint8)
+    return tuple(table.to(device) for table in (values, middles, squares, m_cells, v_cells))  # type: ignore[return-value]
+
+
+@functools.cache
+def _cell_codes(device: torch.device) -> tuple[Tensor, Tensor]:
+    return tuple(cells.to(torch.int32) for cells in dynamic_tables(device)[3:])  # type: ignore[return-value]
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 for 0."""
-    return torch.where(scale > 0, 1.0 / scale, 0.0)
+    """1 / scale, and 0 for a scale too small for that."""
+    return torch.where(scale >= SMALLEST_NORMAL, 1.0 / scale, 0.0)
+
+
+def root_scale(largest: Tensor) -> Tensor:
+    """The root of ``largest``, correctly rounded (torch.sqrt of fp32 is not, on CPU): it goes into the state."""
+    return largest.double().sqrt_().float()
 
 
 def encode_dynamic(value: Tensor) -> Tensor:
-    """Codes (int32) of ``value`` in [-1, 1], to nearest."""
-    return torch.bucketize(value.contiguous(), _middles(value.device), out_int32=True)
+    """Codes (int32) of fp32 ``value`` in [-1, 1], to nearest."""
+    _, middles, *_ = dynamic_tables(value.device)
+    cells = (value.view(torch.int32) >> CELL).add_(1 << 14)
+    codes = _cell_codes(value.device)[0][cells]
+    return codes.add_(value > middles[codes])
 
 
-def encode_dynamic_root(root: Tensor, dither: Tensor) -> Tensor:
-    """Codes (int32) of ``root`` in [0, 1], up or down with the probability of the distance.
+def encode_dynamic_square(square: Tensor, dither: Tensor) -> Tensor:
+    """Codes (int32) of the roots of fp32 ``square`` in [0, 1], up or down with the probability of the distance of the
+    squares: unbiased in v.
 
     ``dither``: 20-bit integers.
     """
-    values = dynamic_map(root.device, signed=False)
-    root = root.contiguous()
-    low = torch.bucketize(root, values, right=True, out_int32=True).sub_(1).clamp_(0, 254)
-    below, above = values[low], values[low + 1]
-    return low.add_((root - below > (above - below) * (dither * 2.0**-20)).to(torch.int32))
+    _, _, squares, _, _ = dynamic_tables(square.device)
+    low = _cell_codes(square.device)[1][square.view(torch.int32) >> CELL]
+    low.add_(square >= squares[low + 1]).clamp_(max=254)
+    below, above = squares[low], squares[low + 1]
+    return low.add_(square - below > (above - below) * (dither * 2.0**-20))
 
 
 # ---- whole tensors --------------------------------------------------------------------------------------------------
@@ -275,7 +322,6 @@ def encode_tiles(
     value: Tensor, codes: Tensor, scales: Tensor, tiles: Tiling, extent: Extent, *, signed: bool = True
 ) -> None:
     """Write fp32 ``value`` to the local ``codes`` and ``scales``, rounded to nearest; ``signed``: as m, else as v."""
-    shift = M_SHIFT if signed else V_SHIFT
     for segment in tiles.segments(extent):
         here, bands, across = _place(segment, tiles)
         rows = bands.stop - bands.start
@@ -283,13 +329,13 @@ def encode_tiles(
         full[: segment.rows, : segment.cols] = value.reshape(-1)[here].view(segment.rows, segment.cols)
         tiled = full.view(rows, tiles.height, across, tiles.width)
         magnitude = tiled.abs()
-        exponents = scale_exponents(magnitude.amax((1, 3)), shift)
-        scales.view(-1, tiles.tiles_across)[bands, :across] = power_of_two(exponents)
-        magnitude.mul_(power_of_two(254 - exponents)[:, None, :, None])
+        found = powers_of_two(magnitude.amax((1, 3)).mul_(2 * M_OVER_V / LARGEST if signed else 2 / LARGEST))
+        scales.view(-1, tiles.tiles_across)[bands, :across] = found
+        magnitude.mul_(found.reciprocal()[:, None, :, None])
         if signed:
             bits = encode_m(magnitude, tiled)
         else:
-            bits = encode_v(magnitude, torch.full((1, 1, 1, 1), 1 << 19, dtype=torch.int32, device=value.device))
+            bits = encode_v(magnitude, torch.full((1, 1, 1, 1), HALF, dtype=torch.int32, device=value.device))
         codes.view(-1)[here] = bits.view(full.shape)[: segment.rows, : segment.cols].reshape(-1).to(torch.uint8)
 
 

@@ -1,63 +1,29 @@
 """Optional CPU kernels: small C++ files without torch headers, called through ctypes.
 
-A kernel is compiled when it is first wanted, if there is a C++ compiler (``$CXX``, ``g++`` or ``clang++``), and kept in
-``$XDG_CACHE_HOME/ragged_optim``; ``python -m ragged_optim.kernels`` builds them ahead. Without a compiler, or with
-``RAGGED_OPTIM_KERNELS=0``, the eager code of the rule does the same work.
+A kernel comes with the package when there was a C++ compiler where it was built. Else it is compiled when it is first
+wanted, if there is one now (``$CXX``, ``g++`` or ``clang++``), and kept in ``$XDG_CACHE_HOME/ragged_optim``;
+``python -m ragged_optim.kernels`` does so ahead. Without a compiler, or with ``RAGGED_OPTIM_KERNELS=0``, the eager code
+of the rule does the same work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
+import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["MuonKernel", "adamw8bit_kernel", "build", "muon_kernel"]
+from ragged_optim.kernels.compile import build
+from ragged_optim.quantize import dynamic_tables
 
-# No -march=native: with 512-bit vectors g++ packs 64 bytes at a time, and a tile is 32 wide. Contraction off: see the
-# source.
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+__all__ = ["MuonKernel", "adamw8bit_kernel", "muon_kernel"]
+
 ROOM = 64  # bad tiles that are named
-
-
-def _flags() -> tuple[str, ...]:
-    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return (*FLAGS, "-mavx2", "-mfma") if wide else FLAGS
-
-
-def build(name: str) -> Path | None:
-    """The shared library of ``name``.cpp, compiled if it is not in the cache; ``None`` when it cannot be."""
-    source = Path(__file__).with_name(f"{name}.cpp")
-    compiler = next(
-        (found for c in (os.environ.get("CXX"), "g++", "clang++") if c and (found := shutil.which(c))), None
-    )
-    if compiler is None or not source.exists():
-        return None
-    text = source.read_bytes()
-    key = hashlib.sha256(b"\0".join([text, compiler.encode(), *map(str.encode, _flags())])).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragged_optim"
-    library = folder / f"{name}-{key}.so"
-    if library.exists():
-        return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
-            command = [compiler, *_flags(), str(source), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            made.replace(library)  # atomic: ranks may build at the same time
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return library
 
 
 class Scalars(Protocol):
@@ -81,6 +47,11 @@ def _load(name: str) -> ctypes.CDLL | None:
         return None
 
 
+def _level() -> int:
+    """Which vectors torch's own kernels use: the kernels must round as these do, and run where these run."""
+    return {"AVX512": 2, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 0)
+
+
 @functools.cache
 def adamw8bit_kernel() -> Callable[..., list[int]] | None:
     """The step of AdamW8bit on one segment, or ``None`` where the eager code has to do."""
@@ -89,18 +60,12 @@ def adamw8bit_kernel() -> Callable[..., list[int]] | None:
         return None
     function = library.ragged_adamw8bit
     function.restype = ctypes.c_int64
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [
-        *[pointer] * 6,
-        number,
-        pointer,
-        pointer,
-        *[number] * 4,
-        pointer,
-        ctypes.c_int32,
-        pointer,
-        number,
-    ]
+    pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function.argtypes = [*[pointer] * 6, number, *[pointer] * 2, *[number] * 4, *[pointer] * 2, small, small]
+    function.argtypes += [number, pointer, number]
+    tables = dynamic_tables(torch.device("cpu"))
+    maps = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
+    level = _level()
 
     def step(
         tensors: Sequence[Tensor],
@@ -111,6 +76,7 @@ def adamw8bit_kernel() -> Callable[..., list[int]] | None:
         width: int,
         step: Scalars,
         *,
+        dynamic: bool,
         skip: bool,
     ) -> list[int]:
         param, grad, m_codes, v_codes = tensors
@@ -126,7 +92,10 @@ def adamw8bit_kernel() -> Callable[..., list[int]] | None:
             col_keys.data_ptr(),
             *(rows, cols, height, width),
             ctypes.addressof(scalars),
+            ctypes.addressof(maps) if dynamic else None,
             int(skip),
+            level,
+            torch.get_num_threads(),
             ctypes.addressof(bad),
             ROOM,
         )
@@ -158,6 +127,8 @@ class MuonKernel:
 
 @functools.cache
 def muon_kernel() -> MuonKernel | None:
-    """Muon's element-wise passes in one go over memory, or ``None`` where torch's operations have to do."""
-    library = _load("muon")
+    """Muon's element-wise passes in one go over memory, or ``None`` where torch's operations have to do (as where they
+    do not fuse multiply-adds).
+    """
+    library = _load("muon") if _level() or platform.machine() not in ("x86_64", "AMD64") else None
     return None if library is None else MuonKernel(library)

@@ -1,6 +1,6 @@
 """``python -m ragged_optim.kernels``: build the kernels ahead of their first use."""
 
-from ragged_optim.kernels import build
+from ragged_optim.kernels.compile import KERNELS, build
 
-for name in ("adamw8bit", "muon"):
+for name in KERNELS:
     print(f"{name}: {build(name) or 'not built (no C++ compiler); the eager code will be used'}")

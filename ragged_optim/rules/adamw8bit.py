@@ -37,6 +37,7 @@ __all__ = ["Adam8bit", "Adam8bitRule", "AdamW8bit", "AdamW8bitRule"]
 FORMATS = ("float", "dynamic")
 # Elements worked on at once, so that the workspace stays in the cache.
 CHUNK = 128 * 1024
+VECTOR = 64  # elements: a multiple of every vector register
 
 
 class AdamW8bitRule(BlockwiseRule):
@@ -96,7 +97,7 @@ class AdamW8bitRule(BlockwiseRule):
 
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
         state["step"] += 1
-        step = _Step.of(group, int(state["step"]), self.decoupled)
+        step = _Step(group, state["step"], self.decoupled)
         seeds = (int(group["seed"]), int(state["salt"]), step.number)
         tiles = q.tiling(extent.shape, *group["tile"])
         work = wide(param).contiguous()
@@ -104,9 +105,8 @@ class AdamW8bitRule(BlockwiseRule):
         if "exp_avg" in state:
             _plain(flat, gradient.float(), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), step)
         else:
-            columns = q.keys(tiles.cols, 0, (), param.device)
             for segment in tiles.segments(extent):
-                _quantized(flat, gradient, state, tiles, segment, columns, seeds, step, group, extent)
+                _quantized(flat, gradient, state, tiles, segment, seeds, step, group, extent)
         if work is not param:
             if param.dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
                 _round_stochastically(param, work, tiles, extent, seeds)
@@ -125,19 +125,35 @@ class Adam8bitRule(AdamW8bitRule):
 class _Step:
     """The scalars of one step; python floats, rounded to fp32 where they meet a tensor."""
 
-    def __init__(
-        self, number: int, beta1: float, beta2: float, size: float, eps: float, shrink: float, l2: float
-    ) -> None:
-        self.number, self.beta1, self.beta2 = number, beta1, beta2
-        self.size, self.eps, self.shrink, self.l2 = size, eps, shrink, l2
+    def __init__(self, group: Group, count: Tensor, decoupled: bool) -> None:
+        self.count, self.number = count, int(count)
+        self.beta1, self.beta2 = betas_of(group)
+        self.lr, decay = learning_rate(group), float(group["weight_decay"])
+        # AdamW shrinks the parameter, Adam adds to the gradient.
+        self.decay, self.l2 = (decay, 0.0) if decoupled else (0.0, decay)
+        root = math.sqrt(1 - self.beta2**self.number)
+        # As the C++ kernel takes them: the step's size, with eps for the root of the uncorrected v.
+        self.size, self.eps = self.lr * root / (1 - self.beta1**self.number), float(group["eps"]) * root
+        self.given_eps = float(group["eps"])
+        self.shrink = 1 - self.lr * self.decay
 
-    @staticmethod
-    def of(group: Group, number: int, decoupled: bool) -> _Step:
-        beta1, beta2 = betas_of(group)
-        lr, decay = learning_rate(group), float(group["weight_decay"])
-        root = math.sqrt(1 - beta2**number)
-        size, eps = lr * root / (1 - beta1**number), float(group["eps"]) * root
-        return _Step(number, beta1, beta2, size, eps, 1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay)
+    def run(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> None:
+        """On flat fp32 tensors, by torch's fused kernel: m and v are rounded as in C++, in whole vectors."""
+        torch._fused_adamw_(
+            [param],
+            [grad],
+            [m],
+            [v],
+            [],
+            [self.count],
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.decay,
+            eps=self.given_eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _plain(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: _Step) -> None:
@@ -154,48 +170,116 @@ def _quantized(
     state: State,
     tiles: q.Tiling,
     segment: q.Segment,
-    columns: Tensor,
     seeds: tuple[int, ...],
     step: _Step,
     group: Group,
     extent: Extent,
 ) -> None:
-    """One segment, chunk by chunk of whole bands."""
+    """One segment: by the C++ kernel, or chunk by chunk of whole bands."""
     rows, cols, height = segment.rows, segment.cols, tiles.height
-    row_keys = q.keys(rows, segment.row, seeds, param.device)
-    across = -(-cols // tiles.width)
+    across, bands = -(-cols // tiles.width), -(-rows // height)
     here = slice(segment.start, segment.start + rows * cols)
     tensors = [
         t.view(-1)[here].view(rows, cols) for t in (param, grad, state["exp_avg.codes"], state["exp_avg_sq.codes"])
     ]
-    bands = -(-rows // height)
     scales = [
         state[f"{moment}.scales"].view(-1, tiles.tiles_across)[segment.band : segment.band + bands, :across]
         for moment in ("exp_avg", "exp_avg_sq")
     ]
-    dynamic = group["format"] == "dynamic"
-    kernel = adamw8bit_kernel() if param.device.type == "cpu" and not dynamic else None
+    row_keys = q.keys(rows, segment.row, seeds, param.device)
+    col_keys = q.column_keys(tiles.cols, param.device)[:cols]
+    options = {"dynamic": group["format"] == "dynamic", "skip": bool(group["skip_nonfinite"])}
+    kernel = adamw8bit_kernel() if param.device.type == "cpu" else None
     if kernel is not None:
-        bad = kernel(
-            tensors, scales, row_keys, columns[:cols], height, tiles.width, step, skip=bool(group["skip_nonfinite"])
-        )
+        bad = kernel(tensors, scales, row_keys, col_keys, height, tiles.width, step, **options)
         _report(bad, extent, segment, across, tiles)
         return
+    row_keys, col_keys = row_keys[:, None], col_keys[None, :]
     per_chunk = max(1, CHUNK // (height * across * tiles.width))
+    found = []
     for band in range(0, bands, per_chunk):
         some = slice(band * height, min(rows, (band + per_chunk) * height))
         bad = _chunk(
             [t[some] for t in tensors],
             [s[band : band + per_chunk] for s in scales],
             row_keys[some],
-            columns[:cols],
-            height,
-            tiles.width,
+            col_keys,
+            _workspace(param.device, some.stop - some.start, cols, height, tiles.width),
             step,
-            dynamic=dynamic,
-            skip=bool(group["skip_nonfinite"]),
+            **options,
         )
-        _report([band * across + tile for tile in bad], extent, segment, across, tiles)
+        found += [band * across + tile for tile in bad]
+    _report(found, extent, segment, across, tiles)
+
+
+class _Workspace:
+    """Buffers of one chunk of ``rows`` x ``cols`` elements, padded to whole tiles, and every view of them.
+
+    Eager torch is as fast as it makes few calls, and its CPU kernels are slow where a tile's scale meets its elements
+    in short runs: so scales are spread over the columns of a band of tiles first, and what is done to v and to |m|
+    alike is done in one call.
+    """
+
+    def __init__(self, buffer: Tensor, rows: int, cols: int, height: int, width: int) -> None:
+        bands, across = -(-rows // height), -(-cols // width)
+        shape, device = (bands * height, across * width), buffer.device
+        numel = shape[0] * shape[1]
+        # torch's fused kernel rounds what is left after the last whole vector differently.
+        self.whole = -(-numel // VECTOR) * VECTOR
+        self.full = (rows, cols, numel) == (*shape, self.whole)
+        parts = buffer[: 5 * self.whole].view(5, self.whole)
+        self.m_flat, self.v_flat, _, self.g_flat, self.p_flat = parts
+        self.m, self.v, self.t, self.g, self.p = (part[:numel].view(shape) for part in parts)
+        self.i = self.p.view(torch.int32)  # the parameter's place is free before and after the step
+        self.m_bits, self.v_bits, self.t_bits = (x.view(torch.int32) for x in (self.m, self.v, self.t))
+        self.vt = parts[1:3]
+        self.vt_bits, self.vt_bands = self.vt.view(torch.int32), self.vt[:, :numel].view(2, bands, height, shape[1])
+        self.m_bands, self.v_bands = (x.view(bands, height, shape[1]) for x in (self.m, self.v))
+        here = (slice(rows), slice(cols))
+        self.m_here, self.v_here, self.g_here, self.p_here, self.i_here = (
+            x[here] for x in (self.m, self.v, self.g, self.p, self.i)
+        )
+        self.v_bits_here, self.t_bits_here = self.v_bits[here], self.t_bits[here]
+        self.edges = [edge for x in (self.g, self.i, self.v_bits) for edge in (x[rows:], x[:rows, cols:])]
+        self.columns = torch.empty(2, bands, shape[1], device=device)
+        self.columns_of_tiles = self.columns.view(2, bands, across, width)
+        self.most = torch.empty(2, bands, across, device=device)
+        self.most_v, self.most_m = self.most.unbind()
+        # What makes the next power of two of the largest, and of the largest of m that of 16 binades more.
+        self.next = torch.tensor([2 / q.LARGEST, 2 * q.M_OVER_V / q.LARGEST], device=device).view(2, 1, 1)
+        self.spread = torch.empty(2, bands, 1, shape[1], device=device)
+        self.spread_flat, self.spread_one = self.spread.view(-1), self.spread[0]
+        tile = torch.arange(2 * bands, dtype=torch.int32, device=device)[:, None] * across
+        self.tile_of = (tile + torch.arange(shape[1], dtype=torch.int32, device=device) // width).view(-1)
+        self.tile_of_one = self.tile_of[: bands * shape[1]]
+
+    def scale(self, bands: Tensor, scales: Tensor) -> None:
+        """``bands`` (bands, height, columns) times the scale (bands, across) of their tile, in place."""
+        torch.index_select(scales.reshape(-1), 0, self.tile_of_one, out=self.spread_one.view(-1))
+        bands.mul_(self.spread_one)
+
+    def largest(self) -> None:
+        """The largest of v and of |m| in each tile."""
+        torch.amax(self.vt_bands, 2, out=self.columns)
+        torch.amax(self.columns_of_tiles, 3, out=self.most)
+
+
+_BUFFERS: dict[torch.device, Tensor] = {}
+_WORKSPACES: dict[tuple[object, ...], _Workspace] = {}
+
+
+def _workspace(device: torch.device, rows: int, cols: int, height: int, width: int) -> _Workspace:
+    """On one buffer, shared by all parameters, that grows to the largest chunk seen."""
+    key = (device, rows, cols, height, width)
+    size = 5 * (-(-rows // height) * height * -(-cols // width) * width + VECTOR)
+    if device not in _BUFFERS or _BUFFERS[device].numel() < size:
+        _WORKSPACES.clear()
+        _BUFFERS[device] = torch.zeros(max(5 * CHUNK, size), device=device)
+    if key not in _WORKSPACES:
+        if len(_WORKSPACES) >= 64:
+            _WORKSPACES.clear()
+        _WORKSPACES[key] = _Workspace(_BUFFERS[device], rows, cols, height, width)
+    return _WORKSPACES[key]
 
 
 def _chunk(
@@ -203,101 +287,90 @@ def _chunk(
     scales: list[Tensor],
     row_keys: Tensor,
     col_keys: Tensor,
-    height: int,
-    width: int,
+    w: _Workspace,
     step: _Step,
     *,
     dynamic: bool,
     skip: bool,
     wrong: Tensor | None = None,
 ) -> list[int]:
-    """One chunk of whole bands in eager torch, in a workspace padded with zeros to whole tiles.
+    """One chunk of whole bands in eager torch.
 
     Returns the numbers of the tiles with a gradient that is not finite (or whose square has no place in the format).
     """
     param, grad, m_codes, v_codes = tensors
     m_scales, v_scales = scales
-    rows, cols = param.shape
-    bands, across = m_scales.shape
-    full, tiled = (bands * height, across * width), (bands, height, across, width)
-    numel = full[0] * full[1]
-    m, v, t, g, i = (x[:numel].view(full) for x in _workspace(param.device, numel))
-    if full != (rows, cols):
-        for x in (v, g, i):
-            x.zero_()
+    if not w.full:
+        for edge in w.edges:
+            edge.zero_()
+        if dynamic:
+            w.i.fill_(q.DYNAMIC_ZERO)
 
-    g[:rows, :cols].copy_(grad)
-    if step.l2:
-        g[:rows, :cols].add_(param, alpha=step.l2)
-    if wrong is not None:
-        g[:rows, :cols].masked_fill_(wrong, 0.0)
+    # decode
+    w.i_here.copy_(m_codes)
+    w.v_bits_here.copy_(v_codes)
     if dynamic:
-        i.fill_(q.DYNAMIC_ZERO)
-        i[:rows, :cols].copy_(m_codes)
-        torch.index_select(q.dynamic_map(param.device, signed=True), 0, i.view(-1), out=m.view(-1))
-        i.zero_()
-        i[:rows, :cols].copy_(v_codes)
-        torch.index_select(q.dynamic_map(param.device, signed=False), 0, i.view(-1), out=v.view(-1))
-        v.view(tiled).mul_(v_scales[:, None, :, None])
-        v.square_().mul_(step.beta2)
+        m_values, _, v_squares, _, _ = q.dynamic_tables(param.device)
+        torch.index_select(m_values, 0, w.i.view(-1), out=w.m.view(-1))
+        w.i.copy_(w.v_bits)
+        torch.index_select(v_squares, 0, w.i.view(-1), out=w.v.view(-1))
+        w.scale(w.v_bands, v_scales.square())
     else:
-        i[:rows, :cols].copy_(m_codes)
-        q.decode_m(i.view(-1), m.view(-1))
-        bits = v.view(torch.int32)
-        bits[:rows, :cols].copy_(v_codes)
-        q.decode_v(bits)
-        v.view(tiled).mul_(v_scales.mul(step.beta2)[:, None, :, None])
-    m.view(tiled).mul_(m_scales[:, None, :, None])
-    m.lerp_(g, 1 - step.beta1)
-    v.addcmul_(g, g, value=1 - step.beta2)
-    largest = v.view(tiled).amax((1, 3))
-    if wrong is None and not bool((largest <= q.LARGEST_V).all()):
-        # Once more without the bad elements, so that they do not take their tile along.
-        wrong = ~(v <= q.LARGEST_V)[:rows, :cols]
-        bad = (~(largest <= q.LARGEST_V)).flatten().nonzero().flatten().tolist()
-        _chunk(tensors, scales, row_keys, col_keys, height, width, step, dynamic=dynamic, skip=skip, wrong=wrong)
+        torch.index_select(q.m_values(param.device), 0, w.i.view(-1), out=w.m.view(-1))
+        q.decode_v(w.v_bits)
+        w.scale(w.v_bands, v_scales)
+    w.scale(w.m_bands, m_scales)
+
+    # step
+    gradient, target = grad.view(-1), param.view(-1)
+    if not (w.full and grad.dtype == torch.float32 and not step.l2 and wrong is None):
+        w.g_here.copy_(grad)
+        if step.l2:
+            w.g_here.add_(param, alpha=step.l2)
+        if wrong is not None:
+            w.g_here.masked_fill_(wrong, 0.0)
+        gradient = w.g_flat
+    in_place = w.full and not skip
+    if not in_place or wrong is not None:
+        w.p_here.copy_(param)
+        target = w.p_flat
+    step.run(target, gradient, w.m_flat, w.v_flat)
+    torch.abs(w.m, out=w.t)
+    w.largest()
+    if wrong is None and not float(w.most_v.max()) <= q.LARGEST_V:
+        # The moments once more without the bad elements, so that they do not take their tile along.
+        wrong = ~(w.v_here <= q.LARGEST_V)
+        bad = (~(w.most_v <= q.LARGEST_V)).flatten().nonzero().flatten().tolist()
+        _chunk(tensors, scales, row_keys, col_keys, w, step, dynamic=dynamic, skip=skip, wrong=wrong)
         if not skip:
             param.masked_fill_(wrong, torch.nan)
         return bad
+    if not in_place:
+        param.copy_(w.p_here)
 
-    torch.sqrt(v, out=t).add_(step.eps)
-    param.mul_(step.shrink).addcdiv_(m[:rows, :cols], t[:rows, :cols], value=-step.size)
-
-    noise = q.noise(row_keys, col_keys, i[:rows, :cols])
+    # encode
+    noise = q.noise(row_keys, col_keys, w.i_here)
     if dynamic:
-        torch.sqrt(v, out=t)
-        v_scales.copy_(t.view(tiled).amax((1, 3)))
-        t.view(tiled).mul_(q.inverse(v_scales)[:, None, :, None])
-        v_codes.copy_(q.encode_dynamic_root(t[:rows, :cols], noise))
-        m_scales.copy_(m.view(tiled).abs().amax((1, 3)))
-        m.view(tiled).mul_(q.inverse(m_scales)[:, None, :, None])
-        m_codes.copy_(q.encode_dynamic(m[:rows, :cols]))
+        m_scales.copy_(w.most_m)
+        v_scales.copy_(q.root_scale(w.most_v))
+        w.scale(w.v_bands, q.inverse(v_scales.square()))
+        v_codes.copy_(q.encode_dynamic_square(w.v_here, noise))
+        w.scale(w.m_bands, q.inverse(m_scales))
+        m_codes.copy_(q.encode_dynamic(w.m_here))
         return []
-
-    exponents = q.scale_exponents(largest, q.V_SHIFT)
-    v_scales.copy_(q.power_of_two(exponents))
-    v.view(tiled).mul_(q.power_of_two(254 - exponents)[:, None, :, None])
-    v_codes.copy_(q.encode_v(v[:rows, :cols], noise))
-
-    torch.abs(m, out=t)
-    exponents = q.scale_exponents(t.view(tiled).amax((1, 3)), q.M_SHIFT)
-    m_scales.copy_(q.power_of_two(exponents))
-    t.view(tiled).mul_(q.power_of_two(254 - exponents)[:, None, :, None])
-    m_codes.copy_(q.encode_m(t, m)[:rows, :cols])
+    new_scales = q.powers_of_two(w.most.mul_(w.next))
+    v_scales.copy_(new_scales[0])
+    m_scales.copy_(new_scales[1])
+    torch.index_select(new_scales.reciprocal().view(-1), 0, w.tile_of, out=w.spread_flat)
+    w.vt_bands.mul_(w.spread)
+    w.vt.add_(q.OFFSET)
+    w.v_bits_here.add_(noise)
+    w.t_bits.add_(q.HALF)
+    w.vt_bits.bitwise_right_shift_(20)
+    v_codes.copy_(w.v_bits_here)
+    w.t_bits.bitwise_xor_(w.m_bits.bitwise_right_shift_(31))
+    m_codes.copy_(w.t_bits_here)
     return []
-
-
-_WORKSPACES: dict[torch.device, tuple[Tensor, ...]] = {}
-
-
-def _workspace(device: torch.device, numel: int) -> tuple[Tensor, ...]:
-    """Four fp32 and one int32 buffers, shared by all parameters; they grow to the largest chunk seen."""
-    space = _WORKSPACES.get(device)
-    if space is None or space[0].numel() < numel:
-        size = max(CHUNK, numel)
-        floats = tuple(torch.empty(size, device=device) for _ in range(4))
-        space = _WORKSPACES[device] = (*floats, torch.empty(size, dtype=torch.int32, device=device))
-    return space
 
 
 def _report(bad: list[int], extent: Extent, segment: q.Segment, across: int, tiles: q.Tiling) -> None:
@@ -326,7 +399,7 @@ def _round_stochastically(param: Tensor, work: Tensor, tiles: q.Tiling, extent: 
         here = slice(segment.start, segment.start + segment.rows * segment.cols)
         rows = q.keys(segment.rows, segment.row, (*seeds, 1), param.device)
         values = flat[here].view(segment.rows, segment.cols)
-        dither = q.noise(rows, columns[: segment.cols], torch.empty_like(values, dtype=torch.int32))
+        dither = q.noise(rows[:, None], columns[None, : segment.cols], torch.empty_like(values, dtype=torch.int32))
         bits = values.view(torch.int32).add(dither.bitwise_right_shift_(4)).bitwise_and_(-65536)
         rounded = torch.where(values.isfinite(), bits.view(torch.float32), values)
         target[here].view_as(values).copy_(rounded)
@@ -336,7 +409,7 @@ class AdamW8bit(RaggedOptimizer):
     """AdamW with 8-bit moments in tiles that no rank boundary cuts.
 
     ``format``: ``"float"``, mini-floats of m and v with power-of-two scales, or ``"dynamic"``, the dynamic map of
-    8-bit Adam (arXiv 2110.02861) of m and of the root of v, slower (no C++ kernel). ``tile``: rows and columns under
+    8-bit Adam (arXiv 2110.02861) of m and of the root of v, slower. ``tile``: rows and columns under
     one scale; a vector's tiles are as many consecutive elements. ``min_8bit_size``: smaller parameters (counted
     globally) keep fp32 moments. ``bf16_stochastic_round``: round bf16 parameters stochastically, so that steps below
     half a unit are not lost. ``skip_nonfinite``: take a non-finite gradient element as 0 (else its own parameter
