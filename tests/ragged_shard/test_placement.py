@@ -420,23 +420,3 @@ def test_a_world_that_is_set_up_anew():
         dist.destroy_process_group()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=cluster.REPOSITORY, timeout=120)
-
-
-def small_dims():
-    """pytorch/pytorch#148269: a tensor whose every dim is smaller than the world is cut all the same."""
-    mesh = cluster.mesh((4,))
-    full = torch.arange(12.0).reshape(3, 2, 2)
-    x = distribute_tensor(full, mesh, [RaggedShard((0, 1, 2), (1, 1, 1, 1))])
-    assert x.to_local().numel() == 3 and torch.equal(x.full_tensor(), full)
-    # pytorch/pytorch#163843: uneven cuts on both dims of a mesh.
-    square = cluster.mesh((2, 2))
-    for rows in (5, 6, 7):
-        full = torch.arange(rows * 5.0).reshape(rows, 5)
-        for spec in ((RaggedShard((0,), (rows - 1, 1)), Shard(1)), (Shard(1), RaggedShard((0,), (2, rows - 2)))):
-            y = distribute_tensor(full, square, spec)
-            assert torch.equal(y.full_tensor(), full)
-            assert torch.equal((y * 2).redistribute(placements=(Shard(0), Shard(1))).full_tensor(), full * 2)
-
-
-def test_tensors_whose_dims_are_smaller_than_the_world_or_cut_unevenly():
-    cluster.run(4, small_dims)

@@ -82,31 +82,6 @@ def test_the_generator_of_each_call_is_used():
     cluster.run(2, generators_differ)
 
 
-def module_initialisation():
-    """Meta device, then to_empty and reset_parameters on ragged parameters: the values of one process."""
-    mesh = cluster.mesh((3,))
-    torch.manual_seed(7)
-    expected = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 5), nn.Embedding(9, 4))
-    rng = random.Random(3)
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 5), nn.Embedding(9, 4))
-    for module in model:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            total = rng.choice(oracle.divisors(parameter.numel()))
-            p = RaggedShard(tuple(range(parameter.ndim)), oracle.units(rng, total, 3))
-            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [p])))
-    model.to_empty(device="cpu")
-    torch.manual_seed(7)
-    for module in model:
-        module.reset_parameters()
-    for mine, plain in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine.full_tensor(), plain)
-
-
-def test_reset_parameters_on_ragged_parameters_equals_one_process():
-    cluster.run(3, module_initialisation)
-
-
 def refused():
     mesh = cluster.mesh((2,))
     x = distribute_tensor(torch.zeros(6, 4), mesh, [RaggedShard((0,), (1, 2))])

@@ -263,27 +263,6 @@ def test_gradients_flow_back_through_every_pair(mesh_shape):
     cluster.run(3 if mesh_shape == (3,) else 4, gradients, mesh_shape, deadline=90)
 
 
-def partial_gradients():
-    """As torch: the gradient of a Partial is replicated, whatever the forward target."""
-    mesh = cluster.mesh((3,))
-    full = torch.arange(72.0).reshape(SHAPE)
-    for after in layouts(3):
-        if not isinstance(after, RaggedShard):
-            continue
-        local = (full * (dist.get_rank() + 1)).requires_grad_()
-        summed = DTensor.from_local(local, mesh, [Partial()]).redistribute(placements=[after])
-        summed.backward(distribute_tensor(full, mesh, [after], src_data_rank=None))
-        assert torch.equal(local.grad, full), after
-        leaf = DTensor.from_local(full * 1.0, mesh, [Partial()]).requires_grad_()
-        leaf.redistribute(placements=[after]).backward(distribute_tensor(full, mesh, [after], src_data_rank=None))
-        assert leaf.grad.placements == (Replicate(),)
-        assert torch.equal(leaf.grad.to_local(), full)
-
-
-def test_the_gradient_of_a_partial_is_replicated():
-    cluster.run(3, partial_gradients)
-
-
 def second_derivatives():
     """d2/dx2 of sum(redistribute(x)^3 * w), and gradcheck of the local function of one rank's view."""
     mesh = cluster.mesh((3,))
