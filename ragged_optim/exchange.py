@@ -34,8 +34,8 @@ from ragged_optim.state import Tiled
 
 __all__ = ["BATCH_BYTES", "TOGETHER_BYTES", "Exchange", "Live", "MatrixParam", "compute_here"]
 
-# Small matrices share a batch up to this size per owner: below it latency counts more than the copy that sharing costs.
-BATCH_BYTES = 1 << 20
+# Matrices share a batch up to this size per owner: smaller transfers cost latency, and fewer matrices iterate together.
+BATCH_BYTES = 4 << 20
 # Matrices that go to their rule together: more of them would not stay in a core's cache.
 TOGETHER_BYTES = 4 << 20
 
