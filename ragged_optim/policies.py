@@ -49,17 +49,20 @@ _TABLES = re.compile(
       .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.*
     | .*_embed | tokens? | positions? | .*vocab.* | wte | wpe | shared | relative_attention_bias | rel_pos.* |
     pos_emb.* | position.* | .*_token | lm_head | head | heads | output | embed_out | unembed | output_projection |
-    classifier | scores? | qa_outputs | vocab_projector | predictions | cls | router | gate | wg | gating | routers |
-    switch | A_log | dt_bias | D
+    classifier | scores? | qa_outputs | vocab_projector | predictions | cls | router | routers | switch | A_log | dt_bias | D
     )$""",
     re.VERBOSE,
 )
+# A router of experts, or the gate of a gated MLP: by its shape. A router has a row per expert, many times fewer than
+# columns (GPT-OSS 128 x 2880, Qwen3-Next 512 x 2048); a gate has one per hidden unit of the MLP.
+_GATES = frozenset({"gate", "wg", "gating"})
 # The first layer of a vision model sees pixels, not hidden states.
 _PATCHES = re.compile(r"(^|[._])(patch_embed\w*|patchify|stem)([._]|$)")
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
 # Marks a convolution: dims 1.. are one input.
 _CONVOLUTION = re.compile(r"(^|[._])(\w*conv\w*|downsampl\w*)([._]|$)")
 _EXPERTS = re.compile(r"(^|[._])(experts?|moe)([._]|$)")
+_ONE_EXPERT = re.compile(r"(^|[._])experts?[._]\d+([._]|$)")
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -72,6 +75,8 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     *path, last = name.split(".")
     leaf = path[-1] if last == "weight" and path else last
     if last.endswith("bias") or _NORM.search(leaf) or _TABLES.match(leaf) or _PATCHES.search(name):
+        return False
+    if leaf in _GATES and 2 * shape[0] <= shape[-1] and not _ONE_EXPERT.search(name):
         return False
     # `decoder.weight` under a head is tied to the embedding; a `decoder` elsewhere holds layers.
     if leaf == "decoder" and len(path) > 1 and _TABLES.match(path[-2]):

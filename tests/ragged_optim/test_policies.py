@@ -22,6 +22,28 @@ MODELS = {
     ),
     "Llama": (LLAMA, ATTENTION | MLP),
     "Mixtral": ({**LLAMA, "num_local_experts": 4}, ATTENTION | EXPERTS),
+    "Qwen2Moe": (
+        {**LLAMA, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        ATTENTION | EXPERTS | {f"model.layers.0.mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
+    ),
+    "DeepseekV3": (
+        {
+            **LLAMA,
+            **{
+                "n_routed_experts": 8,
+                "n_group": 2,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "first_k_dense_replace": 0,
+            },
+            **{"moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+            **{"qk_rope_head_dim": 8, "v_head_dim": 8},
+        },
+        {f"model.layers.0.self_attn.{x}.weight" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
+        | {"model.layers.0.self_attn.o_proj.weight"}
+        | EXPERTS
+        | {f"model.layers.0.mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
+    ),
     "GptOss": ({**LLAMA, "num_local_experts": 4, "head_dim": 16}, ATTENTION | EXPERTS),
     "Mamba": (
         {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 64, "state_size": 8},
@@ -59,6 +81,12 @@ def test_models_of_transformers(name: str) -> None:
         ("layers.0.feed_forward.w1.weight", (8, 8), True),
         ("layers.0.moe.router.gate.weight", (4, 8), False),
         ("layers.0.moe.experts.w1", (4, 8, 8), True),
+        ("layers.0.mlp.gate.weight", (128, 2880), False),  # GPT-OSS: a row per expert
+        ("gate.weight", (512, 2048), False),  # Qwen3-Next, as fully_shard names it
+        ("layers.0.mlp.gate.weight", (96, 32), True),  # a gated MLP
+        ("layers.0.mlp.gate.weight", (32, 32), True),
+        ("layers.0.mlp.experts.3.gate.weight", (8, 32), True),  # the gate of a narrow expert
+        ("layers.0.mlp.shared_expert_gate.weight", (1, 32), False),
         ("transformer.wte.weight", (64, 8), False),
         ("lm_head.weight", (64, 8), False),
         ("head.weight", (10, 8), False),
