@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 __all__ = ["Extent", "Fragment", "Layout", "Matrix", "Piece", "as_matrices", "fragments", "layout_of", "refuse_partial"]
@@ -76,12 +77,18 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter over the ranks of ``group``, in group-rank order; ``group is None``: every rank holds it whole."""
+    """A parameter over the ranks of ``group``, in group-rank order; ``group is None``: every rank holds it whole.
+
+    ``mesh``, ``dim``: the mesh dim that is the group: of the parameter's own mesh, or, where it is sharded over several
+    dims, of these flattened to one.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     group: dist.ProcessGroup | None
     rank: int
+    mesh: DeviceMesh | None = None
+    dim: int = 0
 
     def extent(self, rank: int) -> Extent | None:
         """The range of the flattened global tensor that ``rank`` holds, or ``None`` where it is not one range."""
@@ -124,22 +131,22 @@ def layout_of(param: Tensor, name: str) -> Layout:
             sharded.append(dim)
     if not sharded:
         return Layout(shape, (Piece((0,) * len(shape), shape, 0, math.prod(shape)),), None, 0)
-    if len(sharded) == 1:
-        group = mesh.get_group(sharded[0])
-    elif len(sharded) == mesh.ndim:
-        group = mesh._flatten().get_group()
-    elif mesh.mesh_dim_names is not None:
-        group = mesh[tuple(mesh.mesh_dim_names[dim] for dim in sharded)]._flatten().get_group()
-    else:
-        raise ValueError(
-            f"parameter {name!r} is sharded over {len(sharded)} dims of an unnamed mesh; give the mesh mesh_dim_names"
-        )
+    flat, flat_dim = mesh, sharded[0]
+    if len(sharded) > 1:
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"parameter {name!r} is sharded over {len(sharded)} dims of an unnamed mesh; give the mesh "
+                "mesh_dim_names"
+            )
+        part = mesh if len(sharded) == mesh.ndim else mesh[tuple(mesh.mesh_dim_names[dim] for dim in sharded)]
+        flat, flat_dim = part._flatten(), 0
+    group = flat.get_group(flat_dim)
     sizes = [mesh.size(dim) for dim in sharded]
     pieces = [
         _piece(shape, [(param.placements[dim], size, at) for dim, size, at in zip(sharded, sizes, ats, strict=True)])
         for ats in itertools.product(*map(range, sizes))
     ]
-    return Layout(shape, tuple(pieces), group, group.rank())
+    return Layout(shape, tuple(pieces), group, group.rank(), flat, flat_dim)
 
 
 def _is_ragged(placement: object) -> bool:

@@ -49,7 +49,8 @@ _TABLES = re.compile(
       .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.*
     | .*_embed | tokens? | positions? | .*vocab.* | wte | wpe | shared | relative_attention_bias | rel_pos.* |
     pos_emb.* | position.* | .*_token | lm_head | head | heads | output | embed_out | unembed | output_projection |
-    classifier | scores? | qa_outputs | vocab_projector | predictions | cls | router | routers | switch | A_log | dt_bias | D
+    classifier | scores? | qa_outputs | vocab_projector | predictions | cls | router | routers | switch |
+    A_log | dt_bias | D
     )$""",
     re.VERBOSE,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,31 +104,19 @@ def make_block_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, 
         return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
     if len(counts) != len(extents) or sum(counts) != spec.shape[0]:
         raise ValueError(f"a state of parameter {name!r} has {spec.shape[0]} rows; its blocks are {sum(counts)}")
+    mine = torch.full((counts[layout.rank], *spec.shape[1:]), fill, dtype=dtype, device=device)
+    return _assembled(mine, spec.shape, layout, counts if any(counts) else [1, *[0] * (len(counts) - 1)])
+
+
+def _assembled(mine: Tensor, shape: tuple[int, ...], layout: Layout, rows: Sequence[int]) -> DTensor:
+    """The state of which rank k of the layout's group holds ``rows[k]`` units of dim 0, and this rank ``mine``."""
     from ragged_shard.placement import RaggedShard
 
-    placements: list[Any] = [Replicate()] * param.device_mesh.ndim
-    placements[_sharded_dim(param, name)] = RaggedShard((0,), counts if any(counts) else [1, *[0] * (len(counts) - 1)])
-    mine = torch.full((counts[layout.rank], *spec.shape[1:]), fill, dtype=dtype, device=device)
-    return _assembled(mine, spec.shape, param, placements)
-
-
-def _sharded_dim(param: DTensor, name: str) -> int:
-    mesh = param.device_mesh
-    dims = [
-        dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
-    if len(dims) != 1:
-        raise NotImplementedError(
-            f"parameter {name!r} is sharded over {len(dims)} mesh dims; states that do not have its shape need one"
-        )
-    return dims[0]
-
-
-def _assembled(mine: Tensor, shape: tuple[int, ...], param: DTensor, placements: list[Any]) -> Tensor:
+    assert layout.mesh is not None
+    placements: list[Any] = [Replicate()] * layout.mesh.ndim
+    placements[layout.dim] = RaggedShard((0,), rows)
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        mine, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(mine, layout.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def make_owned_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, owner: int) -> Tensor:
@@ -142,13 +130,9 @@ def make_owned_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, 
     if layout.group is None:
         whole = torch.full(spec.shape, _fill(spec, name), dtype=dtype, device=device)
         return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
-    from ragged_shard.placement import RaggedShard
-
-    mesh, dim = param.device_mesh, _sharded_dim(param, name)
-    placements: list[Any] = [Replicate()] * mesh.ndim
-    placements[dim] = RaggedShard.one_hot(owner, mesh.size(dim), dims=(0,))
     rows = spec.shape if layout.rank == owner else (0, *spec.shape[1:])
-    return _assembled(torch.full(rows, _fill(spec, name), dtype=dtype, device=device), spec.shape, param, placements)
+    mine = torch.full(rows, _fill(spec, name), dtype=dtype, device=device)
+    return _assembled(mine, spec.shape, layout, [int(rank == owner) for rank in range(len(layout.pieces))])
 
 
 def check_loadable(key: str, value: object, state: Mapping[str, Tensor], name: str, rule: str) -> None:

@@ -37,8 +37,9 @@ def ragged_units(numel: int, world: int, seed: int, row: int = 1) -> tuple[int, 
 def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
     """``tensor``, the same on every rank, laid out on the last mesh dim.
 
-    ``layout``: plain, shard0, shard1, replicate, ragged (cuts anywhere), ragged7 (at multiples of 7 elements) or tiles
-    (between tiles of 32 rows).
+    ``layout``: plain, shard0, shard1, replicate, ragged (cuts anywhere), ragged7 (at multiples of 7 elements), tiles
+    (between tiles of 32 rows); or, on a mesh of two dims, tensor0 / tensor1: tensor parallel on the last, by rows /
+    columns (even numbers), and what is left of it ragged on the first.
     """
     from torch.distributed.tensor import Replicate
 
@@ -46,7 +47,13 @@ def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
         return tensor.clone()
     world = mesh.size(mesh.ndim - 1)
     placements: list[Any] = [Replicate()] * mesh.ndim
-    if layout.startswith("shard"):
+    if layout.startswith("tensor"):
+        from ragged_shard.placement import RaggedShard
+
+        tensor_dim = int(layout[6:]) if tensor.ndim > 1 else 0
+        left = tensor.numel() // world
+        placements = [RaggedShard(tuple(range(tensor.ndim)), ragged_units(left, mesh.size(0), seed)), Shard(tensor_dim)]
+    elif layout.startswith("shard"):
         placements[-1] = Shard(int(layout[5:])) if tensor.ndim > int(layout[5:]) else Shard(0)
     elif layout.startswith(("ragged", "tiles")):
         from ragged_optim.quantize import tiling
@@ -90,7 +97,8 @@ def train(
     """
     mesh = None
     if layout != "plain":
-        mesh = cluster.mesh(mesh_shape or (dist.get_world_size(),))
+        names = ("data", "tensor") if layout.startswith("tensor") else None
+        mesh = cluster.mesh(mesh_shape or (dist.get_world_size(),), names)
     params = [
         torch.nn.Parameter(shard(full(shape, seed + i, dtype), layout, mesh, seed + 31 * i))
         for i, shape in enumerate(shapes)

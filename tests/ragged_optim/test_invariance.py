@@ -94,3 +94,13 @@ def test_shards_of_columns_end_alike() -> None:
     expected = run("Muon", shapes)
     for got in cluster.run(3, run, "Muon", shapes, "shard1"):
         assert got == expected
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "NorMuon", "Shampoo", "SOAP"])
+@pytest.mark.parametrize("layout", ["tensor0", "tensor1"])
+def test_ragged_shards_of_tensor_parallel_weights_end_alike(name: str, layout: str) -> None:
+    """A matrix lies over both mesh dims; what its owner keeps lies on one rank of the two flattened."""
+    shapes = [(16, 30), (10, 4), (2, 6, 8), (14,)]
+    expected = run(name, shapes)
+    for got in cluster.run(4, run, name, shapes, layout, (2, 2)):
+        assert got == expected
