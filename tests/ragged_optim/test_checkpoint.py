@@ -168,3 +168,28 @@ def test_every_rank_has_every_key_and_states_lie_as_their_parameter() -> None:
     assert all(answer == answers[0] for answer in answers)
     assert dict(answers[0])["a.weight"] == {"momentum_buffer": ((17, 6), True)}
     assert all(same for _, states in answers[0] for _, same in states.values())
+
+
+def over_two_dims(layout: str, steps: range, load: str | None, save: str | None) -> list[str]:
+    shapes = [(16, 30), (2, 6, 8), (14,)]
+    mesh = {"plain": lambda: None, "ragged": lambda: cluster.mesh((3,))}.get(
+        layout, lambda: cluster.mesh((2, 2), ("data", "tensor"))
+    )()
+    params = [nn.Parameter(shard(full(shape, i), layout, mesh, 5)) for i, shape in enumerate(shapes)]
+    optimizer = ragged_optim.SOAP([(f"{i}.weight", p) for i, p in enumerate(params)], precondition_frequency=1)
+    saved = {"params": dict(enumerate(params)), "state": optimizer.state_dict()["state"]}
+    if load:
+        dcp.load(saved, checkpoint_id=load)
+    for step in steps:
+        for i, (param, shape) in enumerate(zip(params, shapes, strict=True)):
+            param.grad = shard(full(shape, 100 * step + i), layout, mesh, 5)
+        optimizer.step()
+    if save:
+        dcp.save(saved, checkpoint_id=save)
+    return [digest(t) for p in params for t in (p, *optimizer.state[p].values())]
+
+
+def test_owned_states_of_tensor_parallel_weights_are_resharded(tmp_path: Path) -> None:
+    (expected,) = cluster.run(1, over_two_dims, "plain", range(4), None, None)
+    cluster.run(4, over_two_dims, "tensor1", range(2), None, str(tmp_path / "four"))
+    assert cluster.run(3, over_two_dims, "ragged", range(2, 4), str(tmp_path / "four"), None) == [expected] * 3
