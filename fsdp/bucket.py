@@ -7,6 +7,9 @@ A bucket holds the parameters of one ``fully_shard`` call. Its plan lays them ou
     full_grads  whole, the reduction dtype         unreduced gradients; memory from the first gradient to the reduction
     grads       sharded, the original dtype        what ``parameter.grad`` shows (DTensors); lives as long as those do
 
+``grads`` has memory of its own, except at the end of a backward on CPU: then no other bucket needs that of
+``full_grads`` any more, and the shard stays where it was summed.
+
 Only two things are written on the way: this rank's slot of ``full`` (once per gather), and each gradient into
 ``full_grads``.
 """
@@ -34,7 +37,7 @@ from fsdp.agree import agree
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import GradientPlace, WeightParameter
 from ragged_shard.collectives import Pending, all_gather_in_place, coalesced
-from ragged_shard.dbuffer import DBuffer, Layout, buffer_of
+from ragged_shard.dbuffer import DBuffer, Layout, Outer, buffer_of
 from ragged_shard.pool import Lease, Pool, storage_bytes
 
 _DEBUG = os.environ.get("RAGGED_DEBUG") == "1"
@@ -71,6 +74,8 @@ class FlatBuffer:
         self.grads: DBuffer | None = None
         # HSDP without all-reduce: the sum of this replica's reduced gradients so far.
         self.carry: DBuffer | None = None
+        # Whether ``grads`` lies in the memory that was ``full_grads``'.
+        self.in_place = False
         # Between forward and backward, when resharding to a smaller group: this rank's part of the whole buffer.
         self.kept: Lease | None = None
 
@@ -94,9 +99,12 @@ class FlatBuffer:
             return WeightParameter(view, requires_grad=requires_grad)
         inner = self.layout.mesh.ndim
         assert outer.mesh.mesh_dim_names is not None
-        mesh = outer.mesh[outer.mesh.mesh_dim_names[inner:]]
+        if outer.seen is None:
+            mesh, placements = outer.mesh[outer.mesh.mesh_dim_names[inner:]], outer.placements
+        else:
+            mesh, placements, _ = outer.seen
         stride = torch.empty(outer.shape, device="meta").stride()
-        spec = DTensorSpec(mesh, outer.placements, tensor_meta=TensorMeta(torch.Size(outer.shape), stride, view.dtype))
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(outer.shape), stride, view.dtype))
         return nn.Parameter(DTensor(view, spec, requires_grad=False), requires_grad=requires_grad)
 
     def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, owner: str) -> DBuffer:
@@ -120,7 +128,7 @@ class FlatBuffer:
         ):
             self.grads = first
             return
-        self.grads = self.params.like()
+        self.grads, self.in_place = self.params.like(), False
         for index, parameter in enumerate(self.parameters):
             grad = parameter.sharded.grad
             if grad is None:
@@ -133,7 +141,26 @@ class FlatBuffer:
         """Where reduced gradients go. New memory for every sum: who kept the gradients of the last step keeps them."""
         if self.grads is None:
             self.grads = DBuffer.sharded(self.layout, self.params.dtype, self.params.device, zero=False)
+            self.in_place = False
         return self.grads
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether the reduced gradient can be what the unreduced one's memory holds: same type, nothing to add to."""
+        assert self.full_grads is not None
+        full, params = self.full_grads, self.params
+        return self.grads is None and full.dtype == params.dtype and full.device == params.device
+
+    def leave_grads(self) -> None:
+        """The reduced gradient stays where it was summed."""
+        assert self.full_grads is not None
+        self.grads, self.in_place = self.full_grads.leave_shard(), True
+
+    def grads_nbytes(self) -> int:
+        """Bytes of the memory that the sharded gradient lies in."""
+        if self.in_place and self.full_grads is not None and self.full_grads.lease is not None:
+            return self.full_grads.lease.nbytes
+        return self.layout.shard * self.params.dtype.itemsize
 
     def publish(self, index: int) -> None:
         """Show the reduced gradient on the parameter."""
@@ -188,6 +215,8 @@ class Bucket:
         self._gathers: list[Pending] = []
         self._reductions: tuple[list[FlatBuffer], list[Pending]] = ([], [])
         self._scratch: Lease | None = None
+        # Whether that reduction's result stays in the memory it is made in.
+        self._stays = False
         self._hooked = False
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
@@ -403,7 +432,7 @@ class Bucket:
             )
         if isinstance(gradient, DTensor):
             assert isinstance(full, DTensor)
-            gradient = gradient.redistribute(placements=full.placements).to_local()
+            gradient = _addend(gradient, full, buffer.layout.outer[index])
         view = self._open_gradients(buffer, index).views[index]
         if state.written:
             view.add_(gradient)
@@ -469,8 +498,16 @@ class Bucket:
         """Whether every gradient has come that the graph tasks so far will bring."""
         return self.in_backward and not any(self.outstanding.values())
 
-    def reduce(self) -> None:
-        """Start the reduction of what has been written; parameters without a gradient count as zero."""
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether all memory that this bucket needs for unreduced gradients is there."""
+        return all(b.full_grads is not None and b.full_grads.held for b in self.buffers if b.trainable)
+
+    def reduce(self, last: bool = False) -> None:
+        """Start the reduction of what has been written; parameters without a gradient count as zero.
+
+        ``last``: in this backward nobody is going to need more memory for unreduced gradients.
+        """
         assert self.pool is not None and self.streams is not None
         streams = self.streams
         self._announce("reduce_scatter")
@@ -478,6 +515,9 @@ class Bucket:
         with streams.on(streams.reduce), torch.no_grad(), _profiled("fsdp.reduce_scatter", self.name):
             trainable = [buffer for buffer in self.buffers if buffer.trainable]
             whole = [self._open_gradients(buffer, 0) for buffer in trainable]
+            self._stays = (
+                last and self.pool.lends and not self._carries and all(buffer.may_stay for buffer in trainable)
+            )
             self._note("reduce")
             with coalesced(trainable[0].layout.group, whole[0].flat, len(whole)) as together:
                 parts = []
@@ -508,11 +548,12 @@ class Bucket:
             if buffer.carry is None:
                 buffer.carry = buffer.params.like(full_grads.dtype)
             return full_grads.reduce_scatter(buffer.carry, accumulate=carrying, scratch=scratch)
-        grads = buffer.open_grads()
+        grads = None if self._stays else buffer.open_grads()
         accumulate = any(parameter.accumulates for parameter in buffer.parameters)
-        for parameter, view in zip(buffer.parameters, grads.views, strict=True):
+        for index, parameter in enumerate(buffer.parameters):
             if accumulate and not parameter.accumulates:
-                view.zero_()
+                assert grads is not None
+                grads.views[index].zero_()
             parameter.accumulates = True
         return full_grads.reduce_scatter(
             grads,
@@ -535,13 +576,17 @@ class Bucket:
                 pending.wait()
             for buffer in reduced:
                 assert buffer.full_grads is not None
-                buffer.full_grads.release()
+                if self._stays:
+                    buffer.leave_grads()
+                else:
+                    buffer.full_grads.release()
                 if self.published:
                     buffer.carry = None
             if self._scratch is not None:
                 self._scratch.release()
                 self._scratch = None
-        self._note("reduced")
+        self._note("reduced", "stays" if self._stays else "")
+        self._stays = False
 
     @property
     def _carries(self) -> bool:
@@ -661,6 +706,15 @@ def _gradient_came(bucket: weakref.ref[Bucket], position: int, index: int, full:
 def _gradient_place(bucket: weakref.ref[Bucket], position: int, index: int) -> Tensor | None:
     alive = bucket()
     return None if alive is None else alive._gradient_place(alive.buffers[position], index)
+
+
+def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:
+    """This rank's addend of a DTensor gradient, laid out as the parameter: the bucket sums over its own dimensions."""
+    placements = list(full.placements)
+    if outer is not None and outer.seen is not None:
+        for dim in outer.seen[2]:
+            placements[dim] = gradient.placements[dim]
+    return gradient.redistribute(placements=placements).to_local()
 
 
 def _run_hooks(parameter: nn.Parameter) -> None:

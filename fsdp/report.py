@@ -88,7 +88,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
     return MemoryReport(
         buckets=tuple(_bucket(state.bucket) for state in states.values() if state.bucket.buffers),
         optimizer_state=0 if optimizer is None else _state_bytes(optimizer),
-        buffers_held=sum(pool.ledger.held for pool in pools.values()),
+        # What gradients lie in is counted there.
+        buffers_held=sum(pool.ledger.held - pool.lent for pool in pools.values()),
         buffers_peak=sum(pool.ledger.peak_in_use for pool in pools.values()),
         buffers_grown=sum(pool.ledger.grown for pool in pools.values()),
     )
@@ -96,7 +97,6 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
 
 def _bucket(bucket: Bucket) -> BucketMemory:
     live = bucket.live_bytes()
-    shard_bytes = [(b, b.layout.shard * b.params.dtype.itemsize) for b in bucket.buffers]
     numel = bucket.numel()
     room = sum(b.layout.shard * b.layout.ranks for b in bucket.buffers)
     return BucketMemory(
@@ -104,10 +104,10 @@ def _bucket(bucket: Bucket) -> BucketMemory:
         numel=numel,
         padding=room / numel - 1 if numel else 0.0,
         parameters=live["parameters"],
-        predicted_parameters=sum(size for _, size in shard_bytes),
+        predicted_parameters=sum(b.layout.shard * b.params.dtype.itemsize for b in bucket.buffers),
         gradients=live["gradients"],
         predicted_gradients=sum(
-            size for b, size in shard_bytes if any(p.sharded.grad is not None for p in b.parameters)
+            b.grads_nbytes() for b in bucket.buffers if any(p.sharded.grad is not None for p in b.parameters)
         ),
         unsharded=sum(b.full.lease.nbytes for b in bucket.buffers if b.full is not None and b.full.lease is not None),
     )

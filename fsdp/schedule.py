@@ -14,6 +14,8 @@ sequence of collectives:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -154,26 +156,28 @@ class Schedule:
             if bucket in self._reduce_order:
                 self._ready.add(bucket)
                 while self._reduce_order and self._reduce_order[0] in self._ready:
-                    self._start_reduce(self._reduce_order.pop(0))
+                    self._start_reduce(self._reduce_order.pop(0), self._reduce_order)
             else:
-                self._start_reduce(bucket)
+                self._start_reduce(bucket, self._reduce_order)
         self.maybe_reshard(bucket)
 
     def maybe_reshard(self, bucket: Bucket) -> None:
         if bucket.may_reshard:
             bucket.reshard()
 
-    def _start_reduce(self, bucket: Bucket) -> None:
+    def _start_reduce(self, bucket: Bucket, later: Sequence[Bucket]) -> None:
+        """Reduce ``bucket``; ``later`` are those whose turn comes after it in this backward."""
         self._finish_reductions()
-        bucket.reduce()
+        bucket.reduce(last=all(other.holds_gradients for other in later))
         self._in_flight.append(bucket)
 
     def end_backward(self) -> None:
         """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
         self._callback_queued = False
-        for bucket in self._owing():
+        owing = self._owing()
+        for position, bucket in enumerate(owing):
             bucket.open_backward()
-            self._start_reduce(bucket)
+            self._start_reduce(bucket, owing[position + 1 :])
         self._finish_reductions()
         self.streams.compute_waits(self.streams.reduce)
         used = self._used_anywhere([bucket for bucket in self.buckets if bucket.published])

@@ -211,6 +211,7 @@ class _Replay:
         ranks = cluster.ranks
         self.full: list[Lease] = []
         self.grads: list[Lease] = []
+        self.shards: list[int] = []
         self.scratch_bytes = 0
         self.scratch: Lease | None = None
         self.home: dict[str, int] = {}
@@ -223,6 +224,7 @@ class _Replay:
                 if not group.trainable:
                     continue
                 self.gradient_bytes += plan.shard * group.param_itemsize
+                self.shards.append(plan.shard * group.param_itemsize)
                 self.home |= {tensor: len(self.grads) for tensor, _ in plan.starts}
                 self.grads.append(_released(pool, numel * group.reduce_itemsize, "gradients", name))
                 if cluster.gloo:
@@ -245,6 +247,7 @@ def predict(profile: Profile, cluster: Cluster) -> Prediction:
     collectives: list[tuple[str, str, int]] = []
     now = gather_free = reduce_free = busy = computed = 0.0
     arrives: dict[str, float] = {}
+    lent: list[torch.UntypedStorage] = []
     for action, name, label, seconds in profile.actions:
         now += seconds / cluster.compute_scale
         computed += seconds / cluster.compute_scale
@@ -276,7 +279,10 @@ def predict(profile: Profile, cluster: Cluster) -> Prediction:
             arrives["reduce " + name] = reduce_free
         elif action == "reduced":
             now = max(now, arrives.get("reduce " + name, now))
-            for lease in bucket.grads:
+            for lease, shard in zip(bucket.grads, bucket.shards, strict=True):
+                if label == "stays":
+                    lent.append(lease.lend())
+                    bucket.gradient_bytes += lease.nbytes - shard
                 lease.release()
             if bucket.scratch is not None:
                 bucket.scratch.release()

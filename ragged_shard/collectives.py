@@ -103,9 +103,9 @@ def all_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending([dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
 
 
-# On gloo a reduction is received in pieces, so that the memory beside the buffer is small: this many, with two on their
-# way at a time, and none below the least number of elements.
-_PIECES, _LEAST = 8, 1 << 14
+# On gloo a reduction is received in pieces, so that the memory beside the buffer is small: this many, and none below
+# the least number of elements. Up to six cost no CPU time that can be measured, eight do.
+_PIECES, _LEAST = 6, 1 << 14
 # Of each group: how many reductions it has begun, alike on all its ranks. Tag 0 is that of all other messages.
 _TAGS = 1 << 10
 _reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -118,7 +118,7 @@ def _piece(chunk: int) -> int:
 
 def received_at_once(chunk: int, size: int) -> int:
     """Elements that ``size - 1`` peers have on their way to a rank during a reduction on gloo."""
-    return min(chunk, 2 * _piece(chunk)) * (size - 1)
+    return _piece(chunk) * (size - 1)
 
 
 def reduce_scatter_scratch_numel(full: Tensor, group: dist.ProcessGroup) -> int:
@@ -166,7 +166,7 @@ def _exchange_in_pieces(
     accumulate: bool,
 ) -> Pending:
     """``reduce_scatter_in_place`` by messages. Everything is sent at once; what is received goes through ``scratch``,
-    two pieces from each peer, which are added up before the next ones are asked for.
+    a piece from each peer, which are added up before the next ones are asked for.
 
     No rank can wait for another in a circle: a message is on its way whether or not its sender has begun to receive.
     """
@@ -178,21 +178,12 @@ def _exchange_in_pieces(
     bounds = [(start, min(start + length, n)) for start in range(0, n, length)]
     if scratch is None:
         scratch = full.new_empty(received_at_once(n, size))
-    slots = [part.split(length) for part in scratch.chunk(size - 1)]
-    asked: list[list[dist.Work | None]] = []
+    slots = dict(zip((p for p in range(size) if p != rank), scratch.chunk(size - 1), strict=True))
 
-    def ask(index: int) -> None:
-        start, stop = bounds[index]
-        places = [slot[index % 2][: stop - start] for slot in slots]
-        asked.append(
-            [
-                dist.irecv(place, group=group, group_src=peer, tag=tag)
-                for peer, place in zip((p for p in range(size) if p != rank), places, strict=True)
-            ]
-        )
+    def ask(start: int, stop: int) -> list[dist.Work | None]:
+        return [dist.irecv(slot[: stop - start], group=group, group_src=peer, tag=tag) for peer, slot in slots.items()]
 
-    for index in range(min(2, len(bounds))):
-        ask(index)
+    first = ask(*bounds[0])
     sent = [
         dist.isend(full[peer * n + start : peer * n + stop], group=group, group_dst=peer, tag=tag)
         for start, stop in bounds
@@ -201,19 +192,19 @@ def _exchange_in_pieces(
 
     def receive() -> None:
         for index, (start, stop) in enumerate(bounds):
-            for work in asked[index]:
-                if work is not None:
-                    work.wait()
-            received = [slot[index % 2][: stop - start] for slot in slots]
+            _wait_all(ask(start, stop) if index else first)
+            received = [slot[: stop - start] for slot in slots.values()]
             addends = [*received[:rank], own[start:stop], *received[rank:]]
             _combine(addends, out[start:stop], divide_by, accumulate)
-            if index + 2 < len(bounds):
-                ask(index + 2)
-        for work in sent:
-            if work is not None:
-                work.wait()
+        _wait_all(sent)
 
     return Pending((), receive)
+
+
+def _wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 # Elements of the working memory where the sum cannot be made in its place.
@@ -239,7 +230,7 @@ def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulat
         place = out[start:stop]
         total = place if work is None else work[: stop - start]
         first, *others = (addend[start:stop] for addend in addends)
-        if work is None and others:
+        if source == wide and others:
             torch.add(first, others.pop(0), out=total)
         elif first.data_ptr() != total.data_ptr():
             total.copy_(first)
@@ -247,6 +238,9 @@ def _combine(addends: Sequence[Tensor], out: Tensor, divide_by: float, accumulat
             total.add_(other)
         if accumulate:
             place.add_(total, alpha=1.0 / divide_by)
+            continue
+        if work is not None and place.dtype == wide:
+            torch.mul(total, 1.0 / divide_by, out=place)
             continue
         if divide_by != 1.0:
             total.mul_(1.0 / divide_by)

@@ -49,11 +49,14 @@ class Outer:
     """The DTensor of which a buffered tensor is this rank's part (tensor parallelism on another mesh dimension).
 
     ``mesh``: the buffer's mesh and the other together. ``placements``: those on the other. ``shape``: the global one.
+    ``seen``: the mesh and placements of the whole tensor that a module computes with, and those dimensions of that mesh
+    which the buffer gathers and reduces over; by default the other mesh alone.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
+    seen: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,17 @@ class DBuffer:
         if self.lease is not None:
             self.lease.release()
 
+    def leave_shard(self) -> DBuffer:
+        """Leave a whole buffer's memory to a sharded one, which lies where this rank's chunk does.
+
+        It goes back to the pool when nobody refers to that one or its views. Only where ``Pool.lends``.
+        """
+        assert self.lease is not None
+        lo, hi = self.plan.chunk(self.layout.rank)
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        flat = empty.set_(self.lease.lend(), lo, (hi - lo,))  # type: ignore[call-overload]
+        return DBuffer(self.layout, flat, _placements(self.layout, Shard(0)), None)
+
     # -- collectives --
 
     def all_gather(self, out: DBuffer) -> Pending:
@@ -303,7 +317,7 @@ class DBuffer:
 
     def reduce_scatter(
         self,
-        out: DBuffer,
+        out: DBuffer | None,
         *,
         divide_by: float = 1.0,
         accumulate: bool = False,
@@ -311,18 +325,21 @@ class DBuffer:
         replicate_dim: int | None = None,
         carry: DBuffer | None = None,
     ) -> Pending:
-        """Partial -> Shard into ``out``: the sum over the ranks divided by ``divide_by``, written or added.
+        """Partial -> Shard into ``out``: the sum over the ranks divided by ``divide_by``, written or added. Without
+        ``out``: into this rank's own chunk of this buffer.
 
         ``replicate_dim``: a second mesh dimension to sum over, (Partial, Partial) -> (Replicate, Shard): the shards are
         reduced first, so that only a chunk travels between replicas. ``carry``: a sharded sum to add before that.
         """
-        self._same_layout(out)
-        group = self.layout.group
+        if out is not None:
+            self._same_layout(out)
+        chunk, group = self.chunk, self.layout.group
+        place = chunk if out is None else out.flat
         if replicate_dim is None:
             return reduce_scatter_in_place(
-                self.flat, out.flat, group, scratch=scratch, divide_by=divide_by, accumulate=accumulate
+                self.flat, place, group, scratch=scratch, divide_by=divide_by, accumulate=accumulate
             )
-        chunk, replicas = self.chunk, self.mesh.get_group(replicate_dim)
+        replicas = self.mesh.get_group(replicate_dim)
         shards = reduce_scatter_in_place(self.flat, chunk, group, scratch=scratch)
 
         def over_replicas() -> None:
@@ -331,9 +348,9 @@ class DBuffer:
                 chunk.add_(carry.flat)
             dist.all_reduce(chunk, group=replicas)
             if accumulate:
-                out.flat.add_(chunk, alpha=1.0 / divide_by)
+                place.add_(chunk, alpha=1.0 / divide_by)
             else:
-                torch.mul(chunk, 1.0 / divide_by, out=out.flat)
+                torch.mul(chunk, 1.0 / divide_by, out=place)
 
         return Pending((), over_replicas)
 

@@ -12,12 +12,16 @@ counter, so views that autograd has saved are right again after the next ``acqui
 instead: right, but each ``acquire`` allocates. The pool grows only when a schedule holds more leases at once than ever
 before; ``Ledger.grown`` counts that.
 
+A lease may also leave its memory to tensors that outlive it (``lend``, on CPU): the block comes back when nobody refers
+to them any more.
+
 Reading a view while its lease is released is an error of the caller that torch does not always catch: whoever owns a
 lease must not hand out its views then.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -97,6 +101,12 @@ class Lease:
             self._pool._release(self)
             self.held = False
 
+    def lend(self) -> torch.UntypedStorage:
+        """Leave the memory to the storage that is returned, and hold none. Only where ``Pool.lends``."""
+        assert self.held
+        self.held = False
+        return self._pool._lend(self)
+
 
 class Pool:
     """Blocks of memory of one device, reused by size."""
@@ -106,7 +116,10 @@ class Pool:
         self.ledger = Ledger()
         # A list to be filled with what happens, or None: nothing is recorded.
         self.timeline: list[Event] | None = None
+        # On accelerators, who uses a block last would have to leave an event.
+        self.lends = _CAN_SWAP and device.type in ("cpu", "meta")
         self._free: dict[int, list[_Block]] = defaultdict(list)
+        self._lent: dict[int, list[_Block]] = defaultdict(list)
         self._scratch: Lease | None = None
 
     def note(self, action: str, label: str, owner: str, nbytes: int) -> None:
@@ -138,6 +151,8 @@ class Pool:
 
     def trim(self) -> None:
         """Free every block that is not in use."""
+        for nbytes in list(self._lent):
+            self._collect(nbytes)
         for nbytes, blocks in self._free.items():
             self.ledger.held -= nbytes * len(blocks)
         self._free.clear()
@@ -154,6 +169,8 @@ class Pool:
             ledger.grown += 1
             return
         free = self._free[lease.nbytes]
+        if not free:
+            self._collect(lease.nbytes)
         if free:
             block = free.pop()
             if block.event is not None:
@@ -164,6 +181,29 @@ class Pool:
             ledger.grown += 1
         _swap(lease._storage, block.storage)
         lease._block = block
+
+    def _lend(self, lease: Lease) -> torch.UntypedStorage:
+        assert self.lends
+        self._release(lease)
+        block = self._free[lease.nbytes].pop()
+        self._lent[lease.nbytes].append(block)
+        return block.storage
+
+    def _collect(self, nbytes: int) -> None:
+        """Take back the blocks that nobody else refers to: neither a tensor nor somebody's name for the storage."""
+        lent = self._lent[nbytes]
+        if not lent:
+            return
+        kept = [b for b in lent if torch._C._storage_Use_Count(b.storage._cdata) > 1 or sys.getrefcount(b.storage) > 2]
+        self._free[nbytes] += [block for block in lent if block not in kept]
+        self._lent[nbytes] = kept
+
+    @property
+    def lent(self) -> int:
+        """Bytes of blocks that tensors of others lie in; they are a part of ``ledger.held``."""
+        for nbytes in list(self._lent):
+            self._collect(nbytes)
+        return sum(nbytes * len(blocks) for nbytes, blocks in self._lent.items())
 
     def _release(self, lease: Lease) -> None:
         self.ledger.in_use -= lease.nbytes

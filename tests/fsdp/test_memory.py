@@ -109,8 +109,12 @@ def shards_and_report(world: int, **options: Any) -> list[str]:
                 wrong.append(f"step {step}: {bucket}")
         if sum(b.numel for b in report.buckets) != sum(p.numel() for p in model.parameters()):
             wrong.append("numel")
-        if report.buffers_held != pool_of(model).ledger.held:
+        pool = pool_of(model)
+        lent = {block.storage._cdata for blocks in pool._lent.values() for block in blocks}
+        grads_in_pool = sum(t.untyped_storage().nbytes() for cdata, t in grads.items() if cdata in lent)
+        if not grads_in_pool or report.buffers_held + grads_in_pool != pool.ledger.held:
             wrong.append("buffers_held")
+        del grads
         for word in ("total: parameters", "communication buffers", *[b.name for b in report.buckets]):
             if word not in str(report):
                 wrong.append(f"str() lacks {word!r}")
@@ -121,6 +125,40 @@ def shards_and_report(world: int, **options: Any) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_memory_report_predicts_what_is_observed(world_size: int) -> None:
     assert cluster.run(world_size, shards_and_report, world_size) == [[]] * world_size
+
+
+def kept_gradients() -> tuple[list[int], list[bool]]:
+    """Bytes the pool holds after each step, and whether gradients that the user kept were left alone."""
+    model = stack()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    held, right = [], []
+    for step in range(6):
+        squares(model, step).backward()
+        if step == 1:
+            # Those that stay where they were summed: by their DTensors, and by nothing but a storage.
+            kept = [(p.grad, p.grad.to_local().clone()) for p in (model.head, model.blocks[0].up.weight)]
+            local = model.head.grad._local_tensor
+            storage, again = local.untyped_storage(), (local.storage_offset(), local.shape, local.stride())
+            values = local.clone()
+            del local
+        model.zero_grad()
+        right += [torch.equal(g.to_local(), value) for g, value in kept]
+        if step == 2:
+            kept.clear()
+        if 1 <= step <= 3:
+            right.append(torch.equal(torch.empty(0).set_(storage, *again), values))
+        if step == 3:
+            del storage
+        held.append(pool_of(model).ledger.held)
+    return held, right
+
+
+def test_gradients_that_the_user_keeps_are_left_alone() -> None:
+    """Their memory came from the pool; it goes back when the last reference to it goes."""
+    for held, right in cluster.run(2, kept_gradients):
+        assert all(right) and len(right) == 7
+        # Grows once, for what is kept, and not again after it has come back.
+        assert held[0] == held[1] < held[2] == held[3] == held[4] == held[5]
 
 
 def report_of_a_plain_module() -> str:
