@@ -101,7 +101,8 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction, inputs and outputs, as torch's.
         offload_policy: torch's; parameters that live on the CPU anyway need none.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: not available; pass the data-parallel part of the mesh as ``mesh``.
+        dp_mesh_dims: ``mesh`` is the mesh of all parallelisms, on which every parameter is a DTensor, and these are its
+            data-parallel dimensions. Several ``shard`` (or ``replicate``) dimensions act as one.
         orig_param_policy: ``(name, parameter) -> ParamPolicy | None``; its ``block`` says where the parameter may be
             cut. ``name`` is relative to ``module`` (``"0.q_proj.weight"`` for a list).
 
@@ -116,15 +117,16 @@ def fully_shard(
         raise TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh('cuda', (8,)), got {mesh!r}")
     modules = [module] if isinstance(module, nn.Module) else list(module)
     mesh = mesh if mesh is not None else _default_mesh()
+    whole_mesh = mesh
+    if dp_mesh_dims is not None:
+        mesh = _data_parallel(mesh, tuple(dp_mesh_dims.replicate_names), tuple(dp_mesh_dims.shard_names))
+    data_dims = () if dp_mesh_dims is None else (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
     found: list[_Found] = []
 
     def plan() -> str:
         _validate(modules, mesh, reshard_after_forward, offload_policy)
-        if dp_mesh_dims is not None:
-            raise NotImplementedError(
-                "dp_mesh_dims: pass the data-parallel part of the mesh, such as mesh['dp'], as mesh"
-            )
-        found.extend(_parameters(modules, mesh, ignored_params or set(), orig_param_policy))
+        inspect = functools.partial(_inspect, mesh, whole_mesh, data_dims, orig_param_policy)
+        found.extend(_parameters(modules, ignored_params or set(), inspect))
         _check_placements(found, shard_placement_fn)
         for group in _groups(found):
             group.plan = plan_bucket(group.specs, mesh.size(mesh.ndim - 1), alignment_bytes=ALIGNMENT_BYTES)
@@ -234,7 +236,7 @@ class _Found:
 
 
 def _parameters(
-    modules: Sequence[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter], policy: OrigParamPolicy | None
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], inspect: Callable[[str, nn.Parameter], _Found]
 ) -> list[_Found]:
     found: dict[nn.Parameter, _Found] = {}
     seen: set[nn.Module] = set()
@@ -248,7 +250,7 @@ def _parameters(
                 continue
             name = prefix + attribute
             if parameter not in found:
-                found[parameter] = _inspect(name, parameter, mesh, policy)
+                found[parameter] = inspect(name, parameter)
             found[parameter].places.append((module, attribute))
         for attribute, child in module._modules.items():
             if child is not None:
@@ -259,14 +261,25 @@ def _parameters(
     return list(found.values())
 
 
-def _inspect(name: str, parameter: nn.Parameter, mesh: DeviceMesh, policy: OrigParamPolicy | None) -> _Found:
+def _inspect(
+    mesh: DeviceMesh,
+    whole_mesh: DeviceMesh,
+    data_dims: Sequence[str],
+    policy: OrigParamPolicy | None,
+    name: str,
+    parameter: nn.Parameter,
+) -> _Found:
     if (owner := _superseded.get(parameter)) is not None:
         raise ValueError(
             f"parameter {name!r} is tied to {owner!r}, which an earlier fully_shard call has sharded; parameters that "
             f"share memory must lie in one bucket: leave that module to the call on their common parent, or pass both "
             f"modules in one list"
         )
-    outer = _outer(name, parameter, mesh) if isinstance(parameter, DTensor) else None
+    outer: Outer | None = None
+    if data_dims:
+        outer = _outer_of_whole_mesh(name, parameter, mesh, whole_mesh, data_dims)
+    elif isinstance(parameter, DTensor):
+        outer = _outer(name, parameter, mesh)
     answer = apply_policy(policy, name, parameter)
     return _Found(name, parameter, answer.block, outer)
 
@@ -298,6 +311,49 @@ def _outer(name: str, parameter: DTensor, mesh: DeviceMesh) -> Outer:
             f"make one mesh with init_device_mesh and pass its data-parallel dimension to fully_shard"
         ) from None
     return Outer(both, parameter.placements, tuple(parameter.shape))
+
+
+@functools.cache
+def _data_parallel(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
+    """The mesh ``(shard,)`` or ``(replicate, shard)`` of these dimensions of ``mesh``, several of a kind made one."""
+    names = mesh.mesh_dim_names
+    if names is None or not shard or (unknown := sorted({*replicate, *shard} - set(names))):
+        raise ValueError(
+            f"dp_mesh_dims wants a mesh with named dimensions and names of them, at least one to shard over; got "
+            f"shard={shard}, replicate={replicate} and {mesh}"
+            + (f", which has no {unknown}" if names is not None and shard else "")
+        )
+
+    def one(kind: tuple[str, ...]) -> DeviceMesh:
+        return mesh[kind[0]] if len(kind) == 1 else mesh[kind]._flatten("_".join(kind))
+
+    return DeviceMesh._concatenate([one(replicate), one(shard)]) if replicate else one(shard)
+
+
+def _outer_of_whole_mesh(
+    name: str, parameter: Tensor, mesh: DeviceMesh, whole_mesh: DeviceMesh, data_dims: Sequence[str]
+) -> Outer:
+    """A DTensor on the mesh of all parallelisms, replicated along the data-parallel dimensions."""
+    names = whole_mesh.mesh_dim_names
+    assert names is not None
+    dims = tuple(names.index(dim) for dim in data_dims)
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    if (
+        not isinstance(parameter, DTensor)
+        or parameter.device_mesh != whole_mesh
+        or not all(placements[dim].is_replicate() for dim in dims)
+        or any(p.is_partial() or isinstance(p, RaggedShard) for p in placements)
+    ):
+        found = f"{placements} on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "no DTensor"
+        raise ValueError(
+            f"parameter {name!r} is {found}; with dp_mesh_dims every parameter is a DTensor on the mesh passed, "
+            f"{whole_mesh}, with Replicate() along {list(data_dims)}. Make it one with distribute_module or "
+            f"distribute_tensor, or pass the data-parallel part of the mesh alone"
+        )
+    rest = tuple(dim for dim in names if dim not in data_dims)
+    both = DeviceMesh._concatenate([mesh, whole_mesh[rest]]) if rest else mesh
+    others = tuple(placements[names.index(dim)] for dim in rest)
+    return Outer(both, others, tuple(parameter.shape), seen=(whole_mesh, tuple(placements), dims))
 
 
 class _Group:

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp import fully_shard
@@ -98,6 +100,78 @@ def test_tensor_parallel_parameters_are_sharded_further() -> None:
     for worst, placements in cluster.run(4, tensor_parallel):
         assert worst < 1e-5
         assert placements == ["S(0)", "S(0)", "S(1)", "R"]
+
+
+def on_one_mesh(dims: DataParallelMeshDims, names: tuple[str, ...]) -> list[str]:
+    """Every parameter is a DTensor on the mesh of all parallelisms; torch's FSDP2 is the oracle."""
+    mesh = cluster.mesh((2, 2), names)
+    losses, grads, placements = [], [], []
+    for wrap in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1)}
+        for name, parameter in list(model.named_parameters()):
+            where = [cuts.get(name, Replicate()) if dim == "tp" else Replicate() for dim in names]
+            sharded = nn.Parameter(distribute_tensor(parameter.detach(), mesh, where))
+            setattr(model.get_submodule(name[0]), name[2:], sharded)
+        wrap(model, mesh=mesh, dp_mesh_dims=dims)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+            x = distribute_tensor(batch, mesh, [Replicate() if dim == "tp" else Shard(0) for dim in names])
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.full_tensor().item())
+            grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+        placements.append({n: [str(q) for q in p.placements] for n, p in model.named_parameters()})
+    found = [] if losses[:3] == pytest.approx(losses[3:], rel=1e-5) else [f"losses {losses}"]
+    for ours, theirs in zip(grads[:3], grads[3:], strict=True):
+        found += [n for n in ours if not torch.allclose(ours[n], theirs[n], rtol=1e-5, atol=1e-7)]
+    kinds = [p.split("(")[0] for p in placements[0]["2.weight"]]
+    expected = {
+        ("dp", "tp"): ["Ragged", "S"],
+        ("dp", "cp"): ["Ragged"],
+        ("replicate", "shard"): ["R", "Ragged"],
+    }
+    return found if kinds == expected[names] else [*found, str(placements)]
+
+
+@pytest.mark.parametrize(
+    ("shard", "replicate", "names"),
+    [
+        ("dp", None, ("dp", "tp")),
+        (("dp", "cp"), None, ("dp", "cp")),
+        ("shard", "replicate", ("replicate", "shard")),
+    ],
+)
+def test_dp_mesh_dims_as_torch(shard: str | tuple[str, ...], replicate: str | None, names: tuple[str, ...]) -> None:
+    dims = DataParallelMeshDims(shard=shard, replicate=replicate)
+    assert cluster.run(4, on_one_mesh, dims, names) == [[]] * 4
+
+
+def misused_dims(kind: str) -> str:
+    mesh = cluster.mesh((2, 2), ("dp", "tp"))
+    model = nn.Linear(4, 4)
+    dims = DataParallelMeshDims(shard="fsdp" if kind == "unknown" else "dp")
+    if kind == "sharded":
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Replicate()]))
+        model.bias = None
+    try:
+        fully_shard(model, mesh=mesh if kind != "unnamed" else cluster.mesh((4,)), dp_mesh_dims=dims)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("unknown", "fsdp"), ("plain", "'weight' is no DTensor"), ("sharded", "'weight'"), ("unnamed", "named")],
+)
+def test_misused_dp_mesh_dims_are_the_same_error_on_all_ranks(kind: str, word: str) -> None:
+    messages = cluster.run(4, misused_dims, kind)
+    assert len({m.split(" (on rank")[0] for m in messages}) == 1 and word in messages[0], messages
 
 
 def compiled(what: str) -> float:
