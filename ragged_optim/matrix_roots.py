@@ -2,17 +2,24 @@
 
 ``eigh`` on the CPU is both faster and safer than coupled Newton iterations (which diverge on rank-deficient factors). A
 failure goes down a chain: fp32, fp64, and then the caller keeps what it had.
+
+``start`` and ``finished`` run them in a thread of their own, on the CPU, beside the steps that go on. When a result is
+taken is the caller's choice and must not depend on whether it is ready, so that timing changes nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["eigenbasis", "inverse_root", "pack", "packed_numel", "refresh_basis", "unpack"]
+__all__ = ["eigenbasis", "finished", "inverse_root", "pack", "packed_numel", "refresh_basis", "start", "unpack"]
 
 
 def packed_numel(dim: int) -> int:
@@ -89,3 +96,28 @@ def refresh_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     order = (basis * (matrix @ basis)).sum(0).argsort(descending=True, stable=True)
     refreshed, _ = torch.linalg.qr(matrix @ basis[:, order])
     return refreshed, order
+
+
+# For each tensor that will receive results: (which part of it, the result to come).
+_PENDING: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="matrix-roots")
+
+
+def start(place: Tensor, part: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Begin ``function(*arguments)``, whose result is for part ``part`` of ``place``.
+
+    Tensors among the arguments are copied to the CPU first.
+    """
+    copies = [a.detach().to("cpu", copy=True) if isinstance(a, Tensor) else a for a in arguments]
+    _PENDING.setdefault(place, []).append((part, _thread().submit(function, *copies)))
+
+
+def finished(place: Tensor) -> Iterator[tuple[int, Any]]:
+    """(part, result) of everything begun for ``place``, waited for; each is given once."""
+    pending: list[tuple[int, Future[Any]]] = _PENDING.pop(place, [])
+    for part, future in pending:
+        yield part, future.result()

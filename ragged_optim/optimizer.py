@@ -539,11 +539,19 @@ class RaggedOptimizer(Optimizer):
         }
         return {key: local(value) for key, value in state.items() if key not in names}, owned
 
+    def _settle(self) -> None:
+        for param, of in self._matrix_params.items():
+            if type(of.rule).settle is not MatrixRule.settle and param in self.state:
+                here = {key: local(value) for key, value in self.state[param].items()}
+                for owned in self._split_state(of, here)[1].values():
+                    of.rule.settle(owned, of.group)
+
     # ---- state dicts --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; complete for every parameter that is not on the meta device."""
         self._complete_states()
+        self._settle()
         state_dict = super().state_dict()
         # torch.distributed.checkpoint.state_dict takes strings, and no dtypes.
         for group in state_dict["param_groups"]:
@@ -564,6 +572,7 @@ class RaggedOptimizer(Optimizer):
             if replaced is not None:
                 state_dict = dict(replaced)
         self._complete_states()
+        self._settle()
         saved_groups = deepcopy(state_dict["param_groups"])
         self._check_groups(saved_groups)
         entries = list(self.named_entries())
@@ -628,6 +637,7 @@ class RaggedOptimizer(Optimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others")
         return {key: self.__dict__[key] for key in kept}
 

@@ -169,6 +169,12 @@ class MatrixRule(Rule):
         """
         return [self.update(matrix, state, group) for matrix, state in zip(matrices, states, strict=True)]
 
+    def settle(self, state: State, group: Group) -> None:
+        """Bring into the owned states of a matrix what is still being computed for them in the background.
+
+        Called before states are saved, loaded or copied.
+        """
+
     @abstractmethod
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
         """On the shard: apply a piece of the update of a matrix of (rows, cols) = ``shape`` to ``param`` in place."""

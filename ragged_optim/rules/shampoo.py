@@ -2,17 +2,22 @@
 
     L = beta2 L + (1 - beta2) G G^T          R = beta2 R + (1 - beta2) G^T G          beta2 = 1: sums
     m = beta1 m + (1 - beta1) G              v = beta2 v + (1 - beta2) G^2
-    U = L^(-1/4) m R^(-1/4)                  roots every ``precondition_frequency`` steps
+    U = L^(-1/4) m R^(-1/4)                  new roots every ``precondition_frequency`` steps
     U = U |A| / |U|                          A = m / (sqrt(v) + eps): the step Adam would take
     p *= 1 - lr weight_decay,  p -= lr U     on the shard
 
 Everything but the last line happens at the owner of the matrix, on the whole matrix, so a step is the same for every
 world size. A matrix larger than ``max_preconditioner_dim`` is cut into blocks that are preconditioned by themselves.
 L, R and their roots are symmetric and stored packed.
+
+With ``root_delay`` = d, roots of the factors of step t are first used in step t + d: until then they are computed in a
+thread beside the training. A step uses the roots it would have used had they been computed at once, so timing changes
+nothing, and no root is older than ``precondition_frequency + root_delay`` steps.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -33,7 +38,7 @@ GRAFTING = ("adam", "sgd", None)
 
 class ShampooRule(MatrixRule):
     """States, all at the owner, in fp32: ``step``, ``exp_avg``, ``exp_avg_sq`` (for grafting), and per block ``L``,
-    ``R``, ``root_L``, ``root_R`` (packed).
+    ``R``, ``root_L``, ``root_R`` (packed); with ``root_delay`` also ``next_root_L``, ``next_root_R``.
     """
 
     name: ClassVar[str] = "shampoo"
@@ -45,6 +50,7 @@ class ShampooRule(MatrixRule):
         "weight_decay": 0.0,
         "weight_decay_mode": "decoupled",
         "precondition_frequency": 10,
+        "root_delay": 0,
         "start_preconditioning_step": 1,
         "max_preconditioner_dim": 1024,
         "preconditioner_eps": 1e-12,
@@ -64,6 +70,12 @@ class ShampooRule(MatrixRule):
         for key in ("precondition_frequency", "start_preconditioning_step", "max_preconditioner_dim"):
             if not (isinstance(group[key], int) and group[key] >= 1):
                 raise ValueError(f"shampoo: {key} must be a positive integer, got {group[key]!r}")
+        delay = group["root_delay"]
+        if not (isinstance(delay, int) and 0 <= delay < group["precondition_frequency"]):
+            raise ValueError(
+                f"shampoo: root_delay must be an integer from 0 to precondition_frequency - 1 = "
+                f"{group['precondition_frequency'] - 1}, got {delay!r}"
+            )
         if group["grafting"] not in GRAFTING:
             raise ValueError(f"shampoo: grafting must be one of {GRAFTING}, got {group['grafting']!r}")
 
@@ -82,6 +94,8 @@ class ShampooRule(MatrixRule):
             "root_L": left,
             "root_R": right,
         }
+        if group["root_delay"]:
+            states |= {"next_root_L": left, "next_root_R": right}
         if group["grafting"] == "adam":
             states["exp_avg_sq"] = owned(rows, cols)
         return states
@@ -102,8 +116,12 @@ class ShampooRule(MatrixRule):
         step = int(state["step"])
         mean = state["exp_avg"].lerp_(matrix, 1 - beta1) / (1 - beta1**step)
         graft = self._graft(matrix, mean, state, group, step)
-        due = step >= group["start_preconditioning_step"]
-        refresh = step == group["start_preconditioning_step"] or step % group["precondition_frequency"] == 0
+        delay = group["root_delay"]
+        if delay and _roots_begin(step - delay, group):
+            self.settle(state, group)
+            for key in ("L", "R"):
+                state[f"root_{key}"].copy_(state[f"next_root_{key}"])
+        due = step >= group["start_preconditioning_step"] + delay
         preconditioned = torch.empty_like(matrix)
         for index, here in _blocks(matrix, group["max_preconditioner_dim"]):
             block = matrix[here]
@@ -111,8 +129,8 @@ class ShampooRule(MatrixRule):
             for key, outer in sides:
                 factor = state[key][index, : roots.packed_numel(outer.shape[0])]
                 factor.mul_(beta2).add_(roots.pack(outer), alpha=1.0 if beta2 == 1 else 1 - beta2)
-                if due and refresh:
-                    self._refresh(key, index, factor, state, group, 1.0 if beta2 == 1 else 1 - beta2**step)
+                if _roots_begin(step, group):
+                    self._begin(key, index, factor, state, group, 1.0 if beta2 == 1 else 1 - beta2**step)
             if due:
                 left, right = (
                     roots.unpack(state[f"root_{k}"][index, : roots.packed_numel(o.shape[0])]) for k, o in sides
@@ -132,15 +150,31 @@ class ShampooRule(MatrixRule):
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 if beta2 == 1 else 1 - beta2)
         return mean / ((square / (1.0 if beta2 == 1 else 1 - beta2**step)).sqrt_().add_(group["eps"]))
 
-    def _refresh(self, key: str, index: int, factor: Tensor, state: State, group: Group, correction: float) -> None:
-        """A new root, or the old one with a warning when none can be found."""
-        root = roots.inverse_root(roots.unpack(factor) / correction, 4.0, float(group["preconditioner_eps"]))
-        place = state[f"root_{key}"][index, : factor.numel()]
+    def _begin(self, key: str, index: int, factor: Tensor, state: State, group: Group, correction: float) -> None:
+        """A new root of a block's factor, at once or in the background."""
+        arguments = roots.unpack(factor) / correction, 4.0, float(group["preconditioner_eps"])
+        if group["root_delay"]:
+            roots.start(state[f"next_root_{key}"], index, roots.inverse_root, *arguments)
+        else:
+            self._keep(f"root_{key}", index, roots.inverse_root(*arguments), state)
+
+    def settle(self, state: State, group: Group) -> None:
+        for key in ("L", "R") if group["root_delay"] else ():
+            for index, root in roots.finished(state[f"next_root_{key}"]):
+                self._keep(f"next_root_{key}", index, root, state)
+
+    def _keep(self, name: str, index: int, root: Tensor | None, state: State) -> None:
+        """Store a root of block ``index``, or the last one with a warning when none could be found."""
+        key, place = name[-1], state[name][index]
         if root is not None:
-            place.copy_(roots.pack(root))
+            place[: roots.packed_numel(root.shape[0])] = roots.pack(root)
             return
-        if not bool(place.any()):
-            place.copy_(roots.pack(torch.eye(roots.unpack(factor).shape[0], device=factor.device)))
+        last = state[f"root_{key}"][index]
+        if bool(last.any()):
+            place.copy_(last)
+        else:
+            size = (math.isqrt(8 * last.numel() + 1) - 1) // 2
+            place.copy_(roots.pack(torch.eye(size, device=last.device)))
         warnings.warn(
             f"shampoo: no root of {key} of block {index}; the last one stays in use", RuntimeWarning, stacklevel=2
         )
@@ -151,6 +185,14 @@ class ShampooRule(MatrixRule):
         work.add_(update, alpha=-learning_rate(group))
         if work is not param:
             param.copy_(work)
+
+
+def _roots_begin(step: int, group: Group) -> bool:
+    """Whether roots are made of the factors of ``step``: of the first one that preconditions, and of every multiple of
+    the frequency after the first roots are in use.
+    """
+    first, delay = int(group["start_preconditioning_step"]), int(group["root_delay"])
+    return step == first or (step > first + delay and step % int(group["precondition_frequency"]) == 0)
 
 
 def _cut(size: int, largest: int) -> tuple[int, int]:
@@ -172,8 +214,8 @@ class Shampoo(RaggedOptimizer):
     """Shampoo for the hidden matrices of a model, AdamW (``adamw_*``) for the rest; see the module for the maths.
 
     ``betas[1] == 1`` sums the factors (AdaGrad). ``grafting``: whose step size to take, ``"adam"``, ``"sgd"`` or
-    ``None``. ``precondition_frequency``: steps between new roots, so none is older than that. ``split_sizes``,
-    ``flatten``: as in ``Muon``.
+    ``None``. ``precondition_frequency``: steps between new roots. ``root_delay``: steps that a new root may take in the
+    background before it is used (no root is older than the sum). ``split_sizes``, ``flatten``: as in ``Muon``.
     """
 
     def __init__(
@@ -186,6 +228,7 @@ class Shampoo(RaggedOptimizer):
         *,
         weight_decay_mode: str = "decoupled",
         precondition_frequency: int = 10,
+        root_delay: int = 0,
         start_preconditioning_step: int = 1,
         max_preconditioner_dim: int = 1024,
         preconditioner_eps: float = 1e-12,
@@ -215,6 +258,7 @@ class Shampoo(RaggedOptimizer):
             weight_decay=weight_decay,
             weight_decay_mode=weight_decay_mode,
             precondition_frequency=precondition_frequency,
+            root_delay=root_delay,
             start_preconditioning_step=start_preconditioning_step,
             max_preconditioner_dim=max_preconditioner_dim,
             preconditioner_eps=preconditioner_eps,

@@ -11,6 +11,9 @@
 The first step only initialises L, R and the bases, as in the authors' code. All but the step of the parameters
 happens at the owner of the matrix. A side longer than ``max_preconditioner_dim`` keeps its own basis (it has no
 factor).
+
+With ``basis_delay`` = d, the basis made of the factors of step t is first used after step t + d: until then it is
+computed in a thread beside the training. When it is used does not depend on when it is ready.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ __all__ = ["SOAP", "SOAPRule"]
 class SOAPRule(MatrixRule):
     """States, all at the owner, in fp32.
 
-    ``step``, ``exp_avg``, ``exp_avg_sq``; ``L``, ``R`` packed, ``Q_L``, ``Q_R``.
+    ``step``, ``exp_avg``, ``exp_avg_sq``; ``L``, ``R`` packed, ``Q_L``, ``Q_R``; with ``basis_delay`` also
+    ``next_Q_L``, ``next_Q_R`` and, as the columns are sorted anew, ``next_order_L``, ``next_order_R``.
     """
 
     name: ClassVar[str] = "soap"
@@ -46,6 +50,7 @@ class SOAPRule(MatrixRule):
         "weight_decay": 0.01,
         "weight_decay_mode": "decoupled",
         "precondition_frequency": 10,
+        "basis_delay": 0,
         "max_preconditioner_dim": 10000,
         "split_sizes": None,
         "flatten": False,
@@ -59,6 +64,12 @@ class SOAPRule(MatrixRule):
         for key in ("precondition_frequency", "max_preconditioner_dim"):
             if not (isinstance(group[key], int) and group[key] >= 1):
                 raise ValueError(f"soap: {key} must be a positive integer, got {group[key]!r}")
+        delay = group["basis_delay"]
+        if not (isinstance(delay, int) and 0 <= delay < group["precondition_frequency"]):
+            raise ValueError(
+                f"soap: basis_delay must be an integer from 0 to precondition_frequency - 1 = "
+                f"{group['precondition_frequency'] - 1}, got {delay!r}"
+            )
 
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
         def owned(*size: int) -> StateSpec:
@@ -69,6 +80,8 @@ class SOAPRule(MatrixRule):
         for side, size in (("L", rows), ("R", cols)):
             if size <= group["max_preconditioner_dim"]:
                 states |= {side: owned(roots.packed_numel(size)), f"Q_{side}": owned(size, size)}
+                if group["basis_delay"]:
+                    states |= {f"next_Q_{side}": owned(size, size), f"next_order_{side}": owned(size)}
         return states
 
     def cost(self, rows: int, cols: int, group: Group) -> float:
@@ -100,14 +113,33 @@ class SOAPRule(MatrixRule):
         scale = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
         update = _rotate_back(_rotate(mean, state) / (square.sqrt() + group["eps"]), state).mul_(scale)
         self._accumulate(matrix, state, group)
-        if step % group["precondition_frequency"] == 0:
-            for dim, side in enumerate(("L", "R")):
+        delay, frequency = group["basis_delay"], group["precondition_frequency"]
+        for side in ("L", "R") if step % frequency == 0 else ():
+            if side in state:
+                # The basis itself is still in use, and changes no more until the new one takes its place.
+                begun = roots.refresh_basis, roots.unpack(state[side]), state[f"Q_{side}"]
+                if delay:
+                    roots.start(state[f"next_Q_{side}"], 0, *begun)
+                else:
+                    self._turn(side, *roots.refresh_basis(*begun[1:]), state)
+        if delay and step > delay and (step - delay) % frequency == 0:
+            self.settle(state, group)
+            for side in ("L", "R"):
                 if side in state:
-                    basis, order = roots.refresh_basis(roots.unpack(state[side]), state[f"Q_{side}"])
-                    if bool(basis.isfinite().all()):  # else the last one stays in use
-                        state[f"Q_{side}"].copy_(basis)
-                        state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select(dim, order))
+                    self._turn(side, state[f"next_Q_{side}"], state[f"next_order_{side}"].long(), state)
         return update
+
+    def settle(self, state: State, group: Group) -> None:
+        for side in ("L", "R") if group["basis_delay"] else ():
+            for _, (basis, order) in roots.finished(state[f"next_Q_{side}"]) if side in state else ():
+                state[f"next_Q_{side}"].copy_(basis)
+                state[f"next_order_{side}"].copy_(order)
+
+    def _turn(self, side: str, basis: Tensor, order: Tensor, state: State) -> None:
+        """Take over a new basis, made of the columns of the last one in ``order``."""
+        if bool(basis.isfinite().all()):  # else the last one stays in use
+            state[f"Q_{side}"].copy_(basis)
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select("LR".index(side), order))
 
     def _accumulate(self, matrix: Tensor, state: State, group: Group) -> None:
         if "L" in state:
@@ -136,7 +168,8 @@ def _rotate_back(matrix: Tensor, state: State) -> Tensor:
 class SOAP(RaggedOptimizer):
     """SOAP for the hidden matrices of a model, AdamW (``adamw_*``) for the rest; the authors' names and defaults.
 
-    ``split_sizes``, ``flatten``: as in ``Muon``.
+    ``precondition_frequency``: steps between new bases. ``basis_delay``: steps that one may take in the background
+    before it is used. ``split_sizes``, ``flatten``: as in ``Muon``.
     """
 
     def __init__(
@@ -150,6 +183,7 @@ class SOAP(RaggedOptimizer):
         *,
         weight_decay_mode: str = "decoupled",
         precondition_frequency: int = 10,
+        basis_delay: int = 0,
         max_preconditioner_dim: int = 10000,
         split_sizes: tuple[int, ...] | None = None,
         flatten: bool = False,
@@ -177,6 +211,7 @@ class SOAP(RaggedOptimizer):
             weight_decay=weight_decay,
             weight_decay_mode=weight_decay_mode,
             precondition_frequency=precondition_frequency,
+            basis_delay=basis_delay,
             max_preconditioner_dim=max_preconditioner_dim,
             split_sizes=split_sizes,
             flatten=flatten,

@@ -29,15 +29,17 @@ MODELS = {
     "DeepseekV3": (
         {
             **LLAMA,
-            **{
-                "n_routed_experts": 8,
-                "n_group": 2,
-                "topk_group": 1,
-                "num_experts_per_tok": 2,
-                "first_k_dense_replace": 0,
-            },
-            **{"moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
-            **{"qk_rope_head_dim": 8, "v_head_dim": 8},
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 16,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
         },
         {f"model.layers.0.self_attn.{x}.weight" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
         | {"model.layers.0.self_attn.o_proj.weight"}

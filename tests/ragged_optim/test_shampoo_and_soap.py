@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from torch import Tensor, nn
 
 import ragged_optim
 from ragged_optim import matrix_roots as roots
-from tests.ragged_optim.models import full
+from tests import cluster
+from tests.ragged_optim.models import full, train
 
 
 def power(matrix: Tensor, exponent: float) -> Tensor:
@@ -21,23 +25,24 @@ def power(matrix: Tensor, exponent: float) -> Tensor:
 
 
 def shampoo_reference(
-    weight: Tensor, grads: list[Tensor], frequency: int, beta2: float, grafting: str | None
+    weight: Tensor, grads: list[Tensor], frequency: int, beta2: float, grafting: str | None, delay: int = 0
 ) -> Tensor:
     lr, beta1, decay = 0.05, 0.9, 0.1
     p = weight.double()
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     left, right = torch.zeros(len(p), len(p)).double(), torch.zeros(p.shape[1], p.shape[1]).double()
-    gain = 1.0 if beta2 == 1 else 1 - beta2
+    gain, made, root_left, root_right = 1.0 if beta2 == 1 else 1 - beta2, {}, None, None
     for step, grad in enumerate(grads, 1):
         g = grad.double()
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + gain * g * g
         left, right = beta2 * left + gain * g @ g.T, beta2 * right + gain * g.T @ g
         correction = 1.0 if beta2 == 1 else 1 - beta2**step
-        if step == 1 or step % frequency == 0:
-            root_left, root_right = power(left / correction, -0.25), power(right / correction, -0.25)
+        if step == 1 or (step > 1 + delay and step % frequency == 0):
+            made[step + delay] = power(left / correction, -0.25), power(right / correction, -0.25)
+        root_left, root_right = made.get(step, (root_left, root_right))
         mean = m / (1 - beta1**step)
-        update = root_left @ mean @ root_right
+        update = mean if root_left is None else root_left @ mean @ root_right
         graft = mean / ((v / correction).sqrt() + 1e-8) if grafting == "adam" else mean
         if grafting is not None:
             update = update * graft.norm() / update.norm()
@@ -46,19 +51,22 @@ def shampoo_reference(
 
 
 @pytest.mark.parametrize("beta2", [0.95, 1.0])
-@pytest.mark.parametrize("grafting", ["adam", "sgd", None])
-@pytest.mark.parametrize("frequency", [1, 3])
-def test_shampoo_equals_its_formula(frequency: int, grafting: str | None, beta2: float) -> None:
+@pytest.mark.parametrize(
+    ("frequency", "delay", "grafting"),
+    [(1, 0, "adam"), (1, 0, "sgd"), (1, 0, None), (3, 0, "adam"), (3, 0, "sgd"), (3, 0, None), (3, 2, "sgd")],
+)
+def test_shampoo_equals_its_formula(frequency: int, delay: int, grafting: str | None, beta2: float) -> None:
     param = nn.Parameter(full((6, 5), 0))
     # Well-conditioned factors: the fourth root of a tiny eigenvalue is no test of the optimizer.
     grads = [full((6, 5), 1 + s) + torch.eye(6, 5) for s in range(7)]
-    expected = shampoo_reference(param.detach(), grads, frequency, beta2, grafting)
+    expected = shampoo_reference(param.detach(), grads, frequency, beta2, grafting, delay)
     optimizer = ragged_optim.Shampoo(
         [param],
         lr=0.05,
         betas=(0.9, beta2),
         weight_decay=0.1,
         precondition_frequency=frequency,
+        root_delay=delay,
         preconditioner_eps=1e-12,
         grafting=grafting,
     )
@@ -214,3 +222,67 @@ def test_a_gradient_that_is_not_finite_leaves_its_matrix_and_states_alone(name: 
     assert torch.equal(stack[1], before[1]) and not torch.equal(stack[0], before[0])
     for key, value in kept.items():
         assert torch.equal(optimizer.state[stack][key], value) == key.endswith(".1"), key
+
+
+class Slow:
+    """Runs what is begun when its result is wanted, or at once."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.at_once = at_once
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        result = function(*arguments) if self.at_once else None
+        return SimpleNamespace(result=lambda: result if self.at_once else function(*arguments))
+
+
+DELAYED = {
+    "Shampoo": {"precondition_frequency": 3, "root_delay": 2, "max_preconditioner_dim": 5},
+    "SOAP": {"precondition_frequency": 3, "basis_delay": 2},
+}
+
+
+def delayed(name: str, steps: int, reload: bool = False) -> list[Tensor]:
+    param = nn.Parameter(full((2, 7, 6), 0))
+    optimizer = getattr(ragged_optim, name)([param], lr=0.1, **DELAYED[name])
+    for step in range(steps):
+        if reload:
+            saved = copy.deepcopy(optimizer.state_dict())
+            param = nn.Parameter(param.detach().clone())
+            optimizer = getattr(ragged_optim, name)([param], lr=0.1, **DELAYED[name])
+            optimizer.load_state_dict(saved)
+        param.grad = full((2, 7, 6), 1 + step)
+        optimizer.step()
+    states = optimizer.state_dict()["state"][0]
+    return [param.detach(), *states.values()]
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_when_a_root_is_ready_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = delayed(name, 9)
+    for at_once in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(roots, "_thread", lambda at_once=at_once: Slow(at_once=at_once))
+            assert all(torch.equal(a, b) for a, b in zip(delayed(name, 9), expected, strict=True))
+    monkeypatch.setitem(DELAYED, name, {**DELAYED[name], next(k for k in DELAYED[name] if "delay" in k): 0})
+    assert not torch.equal(delayed(name, 9)[0], expected[0])
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_a_run_that_is_saved_and_loaded_while_roots_are_computed_goes_on_exactly(name: str) -> None:
+    for steps in (4, 9):
+        assert all(torch.equal(a, b) for a, b in zip(delayed(name, steps, True), delayed(name, steps), strict=True))
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_roots_in_the_background_end_alike_in_every_world(name: str) -> None:
+    shapes = [(17, 9), (3, 5, 7)]
+    make = functools.partial(getattr(ragged_optim, name), **DELAYED[name])
+    expected = train(make, shapes, steps=8)
+    assert cluster.run(3, train, make, shapes, "ragged", steps=8) == [expected] * 3
+
+
+@pytest.mark.parametrize(("name", "option"), [("Shampoo", "root_delay"), ("SOAP", "basis_delay")])
+@pytest.mark.parametrize("delay", [-1, 3, 0.5])
+def test_a_delay_as_long_as_the_time_between_roots_is_refused(name: str, option: str, delay: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be an integer from 0 to precondition_frequency - 1 = 2"):
+        getattr(ragged_optim, name)([nn.Parameter(full((3, 3), 0))], precondition_frequency=3, **{option: delay})
