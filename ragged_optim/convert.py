@@ -1,8 +1,9 @@
-"""State dicts of other optimizers, in the form that ``load_state_dict`` of ours takes.
+"""State dicts of other optimizers, in the form that ``load_state_dict`` of ours takes, and one the other way.
 
     optimizer.load_state_dict(convert.from_torch(torch_state_dict, optimizer))
     optimizer.load_state_dict(convert.from_dion(dion_state_dict, optimizer))
     optimizer.load_state_dict(convert.from_bitsandbytes(bnb_state_dict, optimizer))
+    bnb_optimizer.load_state_dict(convert.to_bitsandbytes(optimizer, bnb_optimizer))
 
 The other optimizer must have had the same parameters in the same order, or names (``param_names``) by which they are
 found; its groups may be cut differently. Hyperparameters stay those of ``optimizer``: only states are taken over.
@@ -11,11 +12,13 @@ What is taken over is full tensors or DTensors of any placement; they are reshar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ragged_optim import quantize as q
 from ragged_optim.layout import Extent
@@ -23,17 +26,26 @@ from ragged_optim.layout import Extent
 if TYPE_CHECKING:
     from ragged_optim.optimizer import RaggedOptimizer
 
-__all__ = ["from_bitsandbytes", "from_dion", "from_torch"]
+__all__ = ["from_bitsandbytes", "from_dion", "from_torch", "to_bitsandbytes"]
 
 States = dict[str, Any]
+EIGHT_BIT = ("adamw8bit", "adam8bit")
+WRAPPED = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP1
 
 
 def from_torch(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dict[str, Any]:
     """Of ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Muon``; for a model trained with two of them, call it for each.
 
-    Parameters that ``state_dict`` does not hold keep the states that ``optimizer`` has now.
+    For ``AdamW8bit`` and ``Adam8bit`` the moments are rounded to 8 bits. Parameters that ``state_dict`` does not hold
+    keep the states that ``optimizer`` has now.
     """
-    return _merge(state_dict, optimizer, lambda rule, states, param: dict(states))
+
+    def translate(group: Mapping[str, Any], states: States, param: Tensor) -> States:
+        if group["rule"] in EIGHT_BIT and "exp_avg" in states:
+            return _adam_states(group, optimizer, param, states["step"], [states["exp_avg"], states["exp_avg_sq"]])
+        return dict(states)
+
+    return _merge(state_dict, optimizer, translate)
 
 
 def from_dion(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dict[str, Any]:
@@ -49,9 +61,9 @@ def from_dion(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dict
             if group["rule"] == "normuon" and "variance_neuron" in states:
                 found["second_momentum_buffer"] = states["variance_neuron"]
             return found
-        if group["rule"] in ("adam", "adamw"):
+        if group["rule"] in ("adam", "adamw", *EIGHT_BIT):
             step = states.get("step", states.get("t", 0))
-            return {"step": step, "exp_avg": states["momentum"], "exp_avg_sq": states["variance"]}
+            return _adam_states(group, optimizer, param, step, [states["momentum"], states["variance"]])
         if group["rule"] == "lion":
             return {"exp_avg": states["momentum"]}
         raise ValueError(f"dion has no counterpart of the rule {group['rule']!r}")
@@ -60,48 +72,126 @@ def from_dion(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dict
 
 
 def from_bitsandbytes(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dict[str, Any]:
-    """Of bitsandbytes' ``AdamW``, ``AdamW8bit``, ``Adam`` and ``Adam8bit``: 8-bit states are decoded to fp32.
+    """Of bitsandbytes' ``AdamW``, ``AdamW8bit``, ``Adam`` and ``Adam8bit``.
 
-    Load the result into ``AdamW`` / ``Adam``. For ``AdamW8bit`` of ours they would have to be rounded again, into
-    tiles; that is done too, to nearest, which is exact in the sign and to one part in 16 in size.
+    For ``AdamW8bit(format="bitsandbytes")`` codes and scales are taken as they are. For ``AdamW`` / ``Adam`` 8-bit
+    states are decoded to fp32. For our own 8-bit formats they are rounded again, into tiles, to nearest, which is exact
+    in the sign and to one part in 16 in size.
     """
 
     def translate(group: Mapping[str, Any], states: States, param: Tensor) -> States:
-        states = dict(states.get("__bnb_optimizer_quant_state__", {}), **states)
+        states = dict(states.get(WRAPPED, {}), **{key: value for key, value in states.items() if key != WRAPPED})
+        own = optimizer.state[param]
+        direct = group["rule"] in EIGHT_BIT and group["format"] == "bitsandbytes" and "exp_avg" not in own
+        if direct and states["state1"].dtype == torch.uint8:
+            blocks = own["exp_avg.scales"].numel()
+            if states["absmax1"].numel() == blocks:
+                found: States = {"step": torch.tensor(float(states["step"])), "salt": own["salt"]}
+                for number, moment in ((1, "exp_avg"), (2, "exp_avg_sq")):
+                    found[f"{moment}.codes"] = states[f"state{number}"].view(param.shape)
+                    found[f"{moment}.scales"] = states[f"absmax{number}"].float().view(blocks)
+                return found
         moments = [_decode_bitsandbytes(states, number, tuple(param.shape)) for number in (1, 2)]
-        step = torch.tensor(float(states["step"]))
-        if group["rule"] in ("adam", "adamw"):
-            return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
-        if group["rule"] in ("adam8bit", "adamw8bit"):
-            own = optimizer.state[param]
-            if "exp_avg" in own:
-                return {"step": step, "salt": own["salt"], "exp_avg": moments[0], "exp_avg_sq": moments[1]}
-            return {"step": step, "salt": own["salt"], **_encode_tiles(moments, tuple(param.shape), group["tile"])}
+        if group["rule"] in ("adam", "adamw", *EIGHT_BIT):
+            return _adam_states(group, optimizer, param, states["step"], moments)
         raise ValueError(f"bitsandbytes' Adam has no counterpart of the rule {group['rule']!r}")
 
     return _merge(state_dict, optimizer, translate)
 
 
+def to_bitsandbytes(optimizer: RaggedOptimizer, target: torch.optim.Optimizer) -> dict[str, Any]:
+    """The other way: what ``target``, bitsandbytes' ``AdamW8bit`` or ``Adam8bit`` on the same parameters in the same
+    order, takes in ``load_state_dict``. ``optimizer``: ``AdamW``, ``Adam`` or an 8-bit one of ours; states that are not
+    of ``format="bitsandbytes"`` are rounded by the library. Sharded states are gathered, by all ranks together.
+    """
+    from ragged_optim.kernels import bitsandbytes as bnb
+
+    saved = target.state_dict()
+    entries = list(optimizer.named_entries())
+    count = sum(len(group["params"]) for group in saved["param_groups"])
+    if count != len(entries):
+        raise ValueError(f"the target has {count} parameters, this optimizer {len(entries)}")
+    made: dict[int, Any] = {}
+    for position, (name, param, group) in enumerate(entries):
+        if group["rule"] not in ("adam", "adamw", *EIGHT_BIT):
+            raise ValueError(
+                f"parameter {name!r} is updated by {group['rule']}, which is none of bitsandbytes' algorithms; only "
+                "states of AdamW, Adam, AdamW8bit and Adam8bit can be given to it"
+            )
+        state = {key: _whole(value) for key, value in optimizer.state[param].items()}
+        states: States = {}
+        signs = (True, False)
+        if group.get("format") == "bitsandbytes" and "exp_avg" not in state:
+            parts = [(state[f"{moment}.codes"], state[f"{moment}.scales"]) for moment in ("exp_avg", "exp_avg_sq")]
+        else:
+            moments = _decode_own(group, state, tuple(param.shape))
+            parts = []
+            if param.numel() >= 4096:  # the library's own limit, below which it keeps fp32
+                parts = [bnb.quantize(moment, signed=signed) for moment, signed in zip(moments, signs, strict=True)]
+            else:
+                states = {"state1": moments[0], "state2": moments[1]}
+        for number, (part, signed) in enumerate(zip(parts, signs, strict=False), start=1):
+            states[f"state{number}"], states[f"absmax{number}"] = part
+            states[f"qmap{number}"] = bnb.map_of(part[0].device, signed=signed)
+        made[position] = {"step": int(state["step"]), WRAPPED: states}
+    return {"state": made, "param_groups": saved["param_groups"]}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _decode_own(group: Mapping[str, Any], state: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[Tensor]:
+    """m and v in fp32, of whole states of ours."""
+    if "exp_avg" in state:
+        return [state["exp_avg"].float(), state["exp_avg_sq"].float()]
+    tiles, extent = q.tiling(shape, *group["tile"]), Extent(shape, 0, math.prod(shape))
+    return [
+        q.decode_tiles(
+            state[f"{moment}.codes"],
+            state[f"{moment}.scales"],
+            tiles,
+            extent,
+            signed=moment == "exp_avg",
+            dynamic=group["format"] == "dynamic",
+        )
+        for moment in ("exp_avg", "exp_avg_sq")
+    ]
+
+
 def _decode_bitsandbytes(states: Mapping[str, Any], number: int, shape: tuple[int, ...]) -> Tensor:
     """State ``number`` (1 or 2) in fp32: itself, or codes of a map, scaled by the absmax of every run of codes."""
+    from ragged_optim.kernels import bitsandbytes as bnb
+
     codes = states[f"state{number}"]
     if codes.dtype != torch.uint8:
         return torch.as_tensor(codes).float().view(shape)
-    absmax, levels = states[f"absmax{number}"], states[f"qmap{number}"]
-    flat: Tensor = levels[codes.reshape(-1).long()]
-    run = 256
-    while -(-flat.numel() // run) > absmax.numel():
-        run *= 2  # older versions have runs of 2048
-    scaled: Tensor = flat * absmax.repeat_interleave(run)[: flat.numel()]
-    return scaled.view(shape)
+    return bnb.dequantize(codes, states[f"absmax{number}"], states[f"qmap{number}"]).view(shape)
 
 
-def _encode_tiles(moments: list[Tensor], shape: tuple[int, ...], tile: tuple[int, int]) -> States:
-    tiles, extent = q.tiling(shape, *tile), Extent(shape, 0, moments[0].numel())
-    found: States = {}
+def _adam_states(
+    group: Mapping[str, Any], optimizer: RaggedOptimizer, param: Tensor, step: Any, moments: list[Tensor]
+) -> States:
+    """Adam's states in the form that ``optimizer`` keeps for ``param``: fp32, or 8 bits in its format."""
+    own = optimizer.state[param]
+    found: States = {"step": torch.tensor(float(step))}
+    if group["rule"] in EIGHT_BIT:
+        found["salt"] = own["salt"]
+    if "exp_avg" in own:
+        return found | {"exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    shape = tuple(param.shape)
+    tiles, extent = q.tiling(shape, *group["tile"]), Extent(shape, 0, math.prod(shape))
     for name, moment, signed in (("exp_avg", moments[0], True), ("exp_avg_sq", moments[1], False)):
-        codes, scales = torch.zeros(shape, dtype=torch.uint8), torch.zeros(tiles.scales)
-        q.encode_tiles(moment, codes, scales, tiles, extent, signed=signed)
+        value = _whole(moment).float()
+        if group["format"] == "bitsandbytes":
+            from ragged_optim.kernels import bitsandbytes as bnb
+
+            codes, scales = bnb.quantize(value, signed=signed)
+        else:
+            codes = torch.zeros(shape, dtype=torch.uint8, device=value.device)
+            scales = torch.zeros(tiles.scales, device=value.device)
+            dynamic = group["format"] == "dynamic"
+            q.encode_tiles(value, codes, scales, tiles, extent, signed=signed, dynamic=dynamic)
         found |= {f"{name}.codes": codes, f"{name}.scales": scales}
     return found
 

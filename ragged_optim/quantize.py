@@ -307,21 +307,40 @@ def encode_dynamic_square(square: Tensor, dither: Tensor) -> Tensor:
 # ---- whole tensors --------------------------------------------------------------------------------------------------
 
 
-def decode_tiles(codes: Tensor, scales: Tensor, tiles: Tiling, extent: Extent) -> Tensor:
-    """fp32 of the shape of the local ``codes`` (format of m), whose elements are ``extent`` of the global tensor."""
+def decode_tiles(
+    codes: Tensor, scales: Tensor, tiles: Tiling, extent: Extent, *, signed: bool = True, dynamic: bool = False
+) -> Tensor:
+    """fp32 of the shape of the local ``codes``, whose elements are ``extent`` of the global tensor.
+
+    ``signed``: of m, else of v; ``dynamic``: by the dynamic map.
+    """
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for segment in tiles.segments(extent):
         here, bands, across = _place(segment, tiles)
-        values = decode_m(codes.view(-1)[here].to(torch.int32), out.view(-1)[here]).view(segment.rows, segment.cols)
-        spread = scales.view(-1, tiles.tiles_across)[bands, :across].repeat_interleave(tiles.height, 0)
-        values.mul_(spread[: segment.rows].repeat_interleave(tiles.width, 1)[:, : segment.cols])
+        some = codes.view(-1)[here].to(torch.int32)
+        by = scales.view(-1, tiles.tiles_across)[bands, :across]
+        if dynamic:
+            m_values, _, v_squares, _, _ = dynamic_tables(codes.device)
+            values, by = (m_values if signed else v_squares)[some], by if signed else by.square()
+        else:
+            values = decode_m(some, torch.empty(some.shape, device=codes.device)) if signed else decode_v(some)
+        spread = by.repeat_interleave(tiles.height, 0)[: segment.rows].repeat_interleave(tiles.width, 1)
+        out.view(-1)[here] = values.mul_(spread[:, : segment.cols].reshape(-1))
     return out
 
 
 def encode_tiles(
-    value: Tensor, codes: Tensor, scales: Tensor, tiles: Tiling, extent: Extent, *, signed: bool = True
+    value: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    tiles: Tiling,
+    extent: Extent,
+    *,
+    signed: bool = True,
+    dynamic: bool = False,
 ) -> None:
-    """Write fp32 ``value`` to the local ``codes`` and ``scales``, rounded to nearest; ``signed``: as m, else as v."""
+    """Write fp32 ``value`` to the local ``codes`` and ``scales``, rounded to nearest; options as above."""
+    half = torch.full((1, 1, 1, 1), HALF, dtype=torch.int32, device=value.device)
     for segment in tiles.segments(extent):
         here, bands, across = _place(segment, tiles)
         rows = bands.stop - bands.start
@@ -329,13 +348,16 @@ def encode_tiles(
         full[: segment.rows, : segment.cols] = value.reshape(-1)[here].view(segment.rows, segment.cols)
         tiled = full.view(rows, tiles.height, across, tiles.width)
         magnitude = tiled.abs()
-        found = powers_of_two(magnitude.amax((1, 3)).mul_(2 * M_OVER_V / LARGEST if signed else 2 / LARGEST))
-        scales.view(-1, tiles.tiles_across)[bands, :across] = found
-        magnitude.mul_(found.reciprocal()[:, None, :, None])
-        if signed:
-            bits = encode_m(magnitude, tiled)
+        most = magnitude.amax((1, 3))
+        if dynamic:
+            found = most if signed else root_scale(most)
+            tiled.mul_(inverse(found if signed else found.square())[:, None, :, None])
+            bits = encode_dynamic(tiled) if signed else encode_dynamic_square(tiled, half)
         else:
-            bits = encode_v(magnitude, torch.full((1, 1, 1, 1), HALF, dtype=torch.int32, device=value.device))
+            found = powers_of_two(most.mul_(2 * M_OVER_V / LARGEST if signed else 2 / LARGEST))
+            magnitude.mul_(found.reciprocal()[:, None, :, None])
+            bits = encode_m(magnitude, tiled) if signed else encode_v(magnitude, half)
+        scales.view(-1, tiles.tiles_across)[bands, :across] = found
         codes.view(-1)[here] = bits.view(full.shape)[: segment.rows, : segment.cols].reshape(-1).to(torch.uint8)
 
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import ParamsT
 
 from ragged_optim import quantize as q
 from ragged_optim.kernels import adamw8bit_kernel
+from ragged_optim.kernels import bitsandbytes as bnb
 from ragged_optim.layout import Extent
 from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import BlockwiseRule, Group, State, StateSpec, learning_rate, wide
@@ -34,7 +35,7 @@ from ragged_shard.policy import OrigParamPolicy
 
 __all__ = ["Adam8bit", "Adam8bitRule", "AdamW8bit", "AdamW8bitRule"]
 
-FORMATS = ("float", "dynamic")
+FORMATS = ("float", "dynamic", "bitsandbytes")
 # Elements worked on at once, so that the workspace stays in the cache.
 CHUNK = 128 * 1024
 VECTOR = 64  # elements: a multiple of every vector register
@@ -69,13 +70,23 @@ class AdamW8bitRule(BlockwiseRule):
         tile = group["tile"]
         if len(tile) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in tile):
             raise ValueError(f"{self.name}: tile must be two positive integers (rows, columns), got {tile!r}")
+        if group["format"] == "bitsandbytes":
+            ours = [key for key in ("bf16_stochastic_round", "skip_nonfinite") if group[key]]
+            if ours:
+                raise ValueError(
+                    f"{self.name}: {', '.join(ours)} cannot be had with format='bitsandbytes', whose kernels do the "
+                    "whole step; take format='float' or 'dynamic'"
+                )
+            bnb.library()
 
     def quantizes(self, shape: tuple[int, ...], group: Group) -> bool:
         """By the global number of elements alone, so that it is the same for every world size."""
         return math.prod(shape) >= max(1, int(group["min_8bit_size"]))
 
     def block(self, shape: tuple[int, ...], group: Group) -> Block:
-        return q.tiling(shape, *group["tile"]).block if self.quantizes(shape, group) else Block.elements(1)
+        if not self.quantizes(shape, group):
+            return Block.elements(1)
+        return Block.elements(bnb.BLOCK) if group["format"] == "bitsandbytes" else q.tiling(shape, *group["tile"]).block
 
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
         counters = {
@@ -85,7 +96,10 @@ class AdamW8bitRule(BlockwiseRule):
         if not self.quantizes(shape, group):
             moment = StateSpec(shape, torch.float32)
             return {**counters, "exp_avg": moment, "exp_avg_sq": moment}
-        codes, scales = StateSpec(shape, torch.uint8), StateSpec(q.tiling(shape, *group["tile"]).scales, torch.float32)
+        blocks = q.tiling(shape, *group["tile"]).scales
+        if group["format"] == "bitsandbytes":
+            blocks = (-(-math.prod(shape) // bnb.BLOCK),)
+        codes, scales = StateSpec(shape, torch.uint8), StateSpec(blocks, torch.float32)
         return {
             **counters,
             **{
@@ -98,6 +112,9 @@ class AdamW8bitRule(BlockwiseRule):
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
         state["step"] += 1
         step = _Step(group, state["step"], self.decoupled)
+        if group["format"] == "bitsandbytes":
+            _by_the_library(param, grad, state, step)
+            return
         seeds = (int(group["seed"]), int(state["salt"]), step.number)
         tiles = q.tiling(extent.shape, *group["tile"])
         work = wide(param).contiguous()
@@ -162,6 +179,22 @@ def _plain(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: _Step) -> No
     m.lerp_(grad, 1 - step.beta1)
     v.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
     param.mul_(step.shrink).addcdiv_(m, v.sqrt().add_(step.eps), value=-step.size)
+
+
+def _by_the_library(param: Tensor, grad: Tensor, state: State, step: _Step) -> None:
+    if param.numel() == 0:
+        return
+    work = param.contiguous()
+    flat, gradient = work.view(-1), grad.to(param.dtype).reshape(-1)
+    if step.l2:
+        gradient = gradient.add(flat, alpha=step.l2)
+    if "exp_avg" in state:
+        bnb.step_32bit(flat, gradient, (state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)), step)
+    else:
+        codes = (state["exp_avg.codes"].view(-1), state["exp_avg_sq.codes"].view(-1))
+        bnb.step_8bit(flat, gradient, codes, (state["exp_avg.scales"], state["exp_avg_sq.scales"]), step)
+    if work is not param:
+        param.copy_(work)
 
 
 def _quantized(
@@ -409,11 +442,13 @@ class AdamW8bit(RaggedOptimizer):
     """AdamW with 8-bit moments in tiles that no rank boundary cuts.
 
     ``format``: ``"float"``, mini-floats of m and v with power-of-two scales, or ``"dynamic"``, the dynamic map of
-    8-bit Adam (arXiv 2110.02861) of m and of the root of v, slower. ``tile``: rows and columns under
-    one scale; a vector's tiles are as many consecutive elements. ``min_8bit_size``: smaller parameters (counted
-    globally) keep fp32 moments. ``bf16_stochastic_round``: round bf16 parameters stochastically, so that steps below
-    half a unit are not lost. ``skip_nonfinite``: take a non-finite gradient element as 0 (else its own parameter
-    element becomes nan); its tile is reported either way and the rest is unharmed. ``seed``: of the random bits.
+    8-bit Adam (arXiv 2110.02861) of m and of the root of v, slower, or ``"bitsandbytes"``, that library's own kernels
+    and states in flat blocks of 256 elements (ask ``fully_shard`` for ``Block.elements(256)``). ``tile``: rows and
+    columns under one scale; a vector's tiles are as many consecutive elements. ``min_8bit_size``: smaller parameters
+    (counted globally) keep fp32 moments. ``bf16_stochastic_round``: round bf16 parameters stochastically, so that
+    steps below half a unit are not lost. ``skip_nonfinite``: take a non-finite gradient element as 0 (else its own
+    parameter element becomes nan); its tile is reported either way and the rest is unharmed. ``seed``: of the random
+    bits.
     """
 
     def __init__(

@@ -11,6 +11,8 @@ from torch import nn
 
 import ragged_optim
 from ragged_optim import convert
+from ragged_optim import quantize as q
+from ragged_optim.layout import Extent
 from tests.ragged_optim.models import full
 
 SHAPES = [(24, 16), (16, 24), (16,)]
@@ -47,6 +49,24 @@ def test_torchs_muon_and_adamw_continue_in_one_optimizer() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("AdamW", "AdamW8bit"), ("Adam", "Adam8bit")])
+@pytest.mark.parametrize("format", ["float", "dynamic"])
+def test_torchs_adam_continues_in_8_bits(theirs: str, ours: str, format: str) -> None:
+    a = [("w", nn.Parameter(full((96, 64), 0))), ("b", nn.Parameter(full((96,), 1)))]
+    other = getattr(torch.optim, theirs)(a, lr=0.01)
+    for seed in range(5):
+        step(a, other, seed=seed)
+    b = copied(a)
+    optimizer = getattr(ragged_optim, ours)(b, lr=0.01, format=format)
+    optimizer.load_state_dict(convert.from_torch(other.state_dict(), optimizer))
+    before = [p.detach().clone() for _, p in a]
+    step(a, other, seed=7)
+    step(b, optimizer, seed=7)
+    for (_, x), (_, y), old in zip(a, b, before, strict=True):
+        assert float(optimizer.state[y]["step"]) == 6
+        assert (x - y).norm() < 0.06 * (x - old).norm()
+
+
 def test_dions_momentum_is_larger_by_one_over_one_minus_mu() -> None:
     ours = params()[:2]
     optimizer = ragged_optim.Muon(ours, momentum=0.95)
@@ -63,6 +83,23 @@ def test_dions_momentum_is_larger_by_one_over_one_minus_mu() -> None:
         torch.testing.assert_close(a["momentum_buffer"], b["momentum_buffer"], rtol=1e-5, atol=1e-6)
 
 
+def test_dions_adamw_continues_in_8_bits() -> None:
+    param = nn.Parameter(full((96, 64), 0))
+    m, v = full((96, 64), 1), full((96, 64), 2).square()
+    saved = {
+        "state": {0: {"step": 3, "momentum": m, "variance": v}},
+        "param_groups": [{"params": [0], "algorithm": "adamw"}],
+    }
+    optimizer = ragged_optim.AdamW8bit([("w", param)])
+    optimizer.load_state_dict(convert.from_dion(saved, optimizer))
+    state = optimizer.state[param]
+    assert float(state["step"]) == 3
+    tiles, extent = q.tiling((96, 64), 32, 32), Extent((96, 64), 0, 96 * 64)
+    for value, moment, signed in ((m, "exp_avg", True), (v, "exp_avg_sq", False)):
+        found = q.decode_tiles(state[f"{moment}.codes"], state[f"{moment}.scales"], tiles, extent, signed=signed)
+        torch.testing.assert_close(found, value, rtol=1 / 16, atol=1e-3 if signed else 1e-7)
+
+
 @pytest.mark.parametrize("ours", ["AdamW", "AdamW8bit"])
 def test_bitsandbytes_states_continue(ours: str) -> None:
     bnb = pytest.importorskip("bitsandbytes")
@@ -76,8 +113,8 @@ def test_bitsandbytes_states_continue(ours: str) -> None:
     mine = copied(theirs)
     optimizer = getattr(ragged_optim, ours)([p for _, p in mine], lr=0.01)
     optimizer.load_state_dict(convert.from_bitsandbytes(other.state_dict(), optimizer))
-    for (_, p), (_, q) in zip(mine, exact, strict=True):
-        state, target = optimizer.state[p], reference.state[q]
+    for (_, p), (_, r) in zip(mine, exact, strict=True):
+        state, target = optimizer.state[p], reference.state[r]
         assert float(state["step"]) == 5
         if "exp_avg" in state:
             scale = target["exp_avg"].abs().max()
