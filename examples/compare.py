@@ -6,11 +6,13 @@
     fsdp + Muon                 sharded, every matrix orthogonalized once; the same losses are due
 
 Prints a table, and whether the losses agree; writes runs/compare*/: a folder per run (see train.py), loss.png with the
-four curves, and table.json. Arguments go to every run: `make train ARGS="--steps 800 --model small"`.
+curves, and table.json. `make train ARGS="--optimizers all"` (or names: lion,soap) trains with further optimizers too,
+sharded, some 15 s each. Other arguments go to every run: `make train ARGS="--steps 800 --model small"`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -33,6 +35,25 @@ RUNS = {
 }
 AGREE = 1e-4  # largest relative difference of a training loss between DDP and fsdp
 LOWER = 0.1  # nats per byte that Muon's validation loss is expected to lie below AdamW's
+
+
+def chosen_runs(wanted: str) -> dict[str, tuple[str, list[str]]]:
+    """The four runs, and a sharded one for every further optimizer of ``wanted``: names with commas, or ``all``.
+
+    Raises ``ValueError`` for an unknown name.
+    """
+    runs, names = dict(RUNS), [name.strip() for name in wanted.split(",") if name.strip()]
+    if names:
+        from optimizers import LEARNING_RATES
+
+        every = [name for name in LEARNING_RATES if name != "torch-adamw"]
+        names = every if names == ["all"] else names
+        if unknown := [name for name in names if name not in every]:
+            raise ValueError(f"--optimizers: unknown: {', '.join(unknown)}; choose from all, {', '.join(every)}")
+        for name in names:
+            if f"fsdp-{name}" not in {short for short, _ in runs.values()}:
+                runs[f"fsdp + {name}"] = f"fsdp-{name}", ["--sharding", "fsdp", "--optimizer", name]
+    return runs
 
 
 def free_folder(parent: Path) -> Path:
@@ -61,11 +82,19 @@ def table_of(results: dict[str, dict[str, float]]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--optimizers", default="")
+    known, arguments = parser.parse_known_args(arguments)
+    try:
+        runs = chosen_runs(known.optimizers)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     began, width = time.monotonic(), None if sys.stdout.isatty() else 100
     console = Console(highlight=False, soft_wrap=True, width=width)
     folder = free_folder(Path("runs"))
     folders, results = {}, {}
-    for name, (short, options) in RUNS.items():
+    for name, (short, options) in runs.items():
         console.rule(f"[bold]{name}")
         command = [
             sys.executable,
@@ -83,13 +112,14 @@ def main(arguments: list[str]) -> int:
             return status
         folders[name] = folder / short
         results[name] = json.loads((folders[name] / "summary.json").read_text())
-    plots.losses(folders, folder / "loss.png", "One model, four ways")
+    count = {4: "four"}.get(len(runs), str(len(runs)))
+    plots.losses(folders, folder / "loss.png", f"One model, {count} ways", pairs=2)
     (folder / "table.json").write_text(json.dumps(results, indent=1) + "\n")
 
     console.rule("[bold]Comparison")
     console.print(table_of(results))
     console.print("losses in nats per byte (training: mean of the last 20 steps); bytes of the fullest rank")
-    ddp_adamw, fsdp_adamw, ddp_muon, fsdp_muon = folders.values()
+    ddp_adamw, fsdp_adamw, ddp_muon, fsdp_muon = (folders[name] for name in RUNS)
     agree = True
     for rule, one, other in (("AdamW", ddp_adamw, fsdp_adamw), ("Muon", ddp_muon, fsdp_muon)):
         difference = largest_difference(one, other)

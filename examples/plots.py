@@ -30,16 +30,17 @@ def smooth(values: list[float], weight: float = 0.8) -> list[float]:
     return result
 
 
-def losses(runs: Mapping[str, Path], path: Path, title: str = "") -> None:
-    """Training loss (running mean) and validation loss (markers) of each run. Runs come in pairs that may coincide: the
-    first of a pair is drawn wide and pale, the second thin on top of it.
+def losses(runs: Mapping[str, Path], path: Path, title: str = "", pairs: int = 0) -> None:
+    """Training loss (running mean) and validation loss (markers) of each run. The first ``pairs`` pairs of runs may
+    coincide: the first of a pair is drawn wide and pale, the second thin on top of it.
     """
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.add_subplot()
     for i, (name, folder) in enumerate(runs.items()):
         train, valid = read_metrics(folder, "train_loss"), read_metrics(folder, "valid_loss")
-        steps, curve, colour = [step + 1 for step in train], smooth(list(train.values())), COLOURS[i // 2]
-        wide = len(runs) > 1 and i % 2 == 0
+        steps, curve = [step + 1 for step in train], smooth(list(train.values()))
+        colour = COLOURS[(i // 2 if i < 2 * pairs else i - pairs) % len(COLOURS)]
+        wide = i < 2 * pairs and i % 2 == 0
         if len(runs) == 1:
             axes.plot(steps, list(train.values()), color=colour, alpha=0.3, linewidth=0.8)
         label = name + (f", validation {list(valid.values())[-1]:.3f}" if valid else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import compare
+import optimizers
 import plots
 
 
@@ -64,3 +65,26 @@ def test_the_command_fails_when_sharded_and_unsharded_runs_differ(
     assert "0.300 nats below" in said
     assert all(name in said for name in compare.RUNS)
     assert (tmp_path / "runs/compare/loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_further_optimizers_join_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = []
+
+    def train(command: list[str]) -> int:
+        trained.append(command[command.index("--optimizer") + 1])
+        run_of(Path(command[command.index("--runs") + 1], command[command.index("--name") + 1]), [4.0, 2.0])
+        assert "--optimizers" not in command and "--steps" in command
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare.subprocess, "call", train)
+    assert compare.main(["--optimizers", "all", "--steps", "3"]) == 0
+    assert sorted(set(trained)) == sorted({*optimizers.LEARNING_RATES}) and len(trained) == 12
+    assert len(json.loads((tmp_path / "runs/compare/table.json").read_text())) == 12
+    assert "fsdp + soap" in capsys.readouterr().out
+    trained.clear()
+    assert compare.main(["--optimizers", "lion", "--steps", "3"]) == 0 and len(trained) == 5
+    assert compare.main(["--optimizers", "lamb"]) == 2
+    assert "unknown: lamb; choose from all, adamw, adam" in capsys.readouterr().err
