@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,29 +58,32 @@ def average_gradients(plain: nn.Module, divide_by: float | None = None) -> None:
 
 
 class Masters(nn.Module):
-    """What mixed precision means: ``plain`` computes in ``dtype``, gradients are averaged in fp32, and fp32 parameters
-    of the same names are updated. Buffers keep their dtype. With fp32 nothing is done.
+    """What mixed precision means: ``plain`` computes in ``dtype``, each gradient is added up and averaged in fp32, and
+    fp32 parameters of the same names are updated. Buffers keep their dtype. With fp32 nothing is done.
     """
 
     def __init__(self, plain: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.plain, self.low = [plain], dtype != torch.float32
-        self.masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()} if self.low else {}
-        for parameter in plain.parameters() if self.low else ():
+        self.plain, self.masters = [plain], {}
+        for name, parameter in plain.named_parameters() if dtype != torch.float32 else ():
+            master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._take, master))
+            self.masters[name] = master
+
+    @staticmethod
+    def _take(master: nn.Parameter, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            master.grad = gradient.float() if master.grad is None else master.grad + gradient.float()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         yield from self.masters.items()
 
-    def take_gradients(self) -> None:
-        for (_, master), parameter in zip(self.masters.items(), self.plain[0].parameters(), strict=True):
-            gradient, parameter.grad = parameter.grad, None
-            master.grad = None if gradient is None else gradient.float()
-        average_gradients(self)
-
     def write_back(self) -> None:
         with torch.no_grad():
-            for name, parameter in self.plain[0].named_parameters() if self.low else ():
+            for name, parameter in self.plain[0].named_parameters() if self.masters else ():
                 parameter.copy_(self.masters[name])
 
 
