@@ -9,12 +9,10 @@ import copy
 import itertools
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from ragged_optim import quantize as q
 from ragged_optim.layout import Extent
 from ragged_optim.rules import adamw8bit
 from tests import cluster
-from tests.ragged_optim.models import digest, full, shard, train
+from tests.ragged_optim.models import full, shard, train
 
 SHAPES = [(96, 100), (161, 37), (3, 50, 8), (4, 64, 33), (5000,), (7, 3), (0, 5)]
 OPTIONS: dict[str, Any] = {"min_8bit_size": 256, "weight_decay": 0.1}
@@ -221,18 +219,6 @@ def test_small_parameters_and_those_a_policy_names_keep_fp32_moments() -> None:
     assert keys[2] == {f"{m}.{part}" for m in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")}
 
 
-def kinds(layout: str) -> list[bool]:
-    # pytorch/ao#4912, bitsandbytes#2080: with FSDP the local size decided. (129, 32) is above 4096 elements, its
-    # shards are not.
-    params = [nn.Parameter(shard(full(s, 0), layout, cluster.mesh((4,)), 3)) for s in ((160, 32), (127, 32))]
-    optimizer = ragged_optim.AdamW8bit(params)
-    return ["exp_avg.codes" in optimizer.state[p] for p in params]
-
-
-def test_the_global_size_decides_on_every_rank() -> None:
-    assert cluster.run(4, kinds, "tiles") == [[True, False]] * 4
-
-
 def test_equals_adamw_in_fp32_below_the_size_limit() -> None:
     ours = [nn.Parameter(full((17, 31), 0))]
     theirs = copy.deepcopy(ours)
@@ -398,35 +384,6 @@ def test_tilings_of_every_kind() -> None:
     assert q.tiling((3, 50, 8), 32, 32).scales == (3, 2, 1) and q.tiling((3, 50, 8), 32, 32).block == Block.rows(50)
     assert q.tiling((5000,), 32, 32).scales == (5, 1)
     assert q.tiling((7, 3), 32, 32).scales == (1, 1)
-
-
-def reshard(path: str, load: bool, layout: str, seed: int, steps: range) -> list[Any]:
-    mesh = cluster.mesh((torch.distributed.get_world_size(),))
-    shapes = [(96, 100), (3, 50, 8), (5000,)]
-    params = [nn.Parameter(shard(full(s, i), layout, mesh, seed + i)) for i, s in enumerate(shapes)]
-    optimizer = ragged_optim.AdamW8bit([(f"{i}.weight", p) for i, p in enumerate(params)], min_8bit_size=256)
-    saved = {f"p{i}": p for i, p in enumerate(params)}
-    saved |= {f"{i}.{key}": value for i, p in enumerate(params) for key, value in optimizer.state[p].items()}
-    if load:
-        dcp.load(saved, checkpoint_id=path)
-        for i, p in enumerate(params):
-            for key in optimizer.state[p]:
-                optimizer.state[p][key] = saved[f"{i}.{key}"]
-    for step in steps:
-        for i, (p, s) in enumerate(zip(params, shapes, strict=True)):
-            p.grad = shard(full(s, 100 * step + i), layout, mesh, seed + i)
-        optimizer.step()
-    if not load:
-        dcp.save(saved, checkpoint_id=path)
-    return [[digest(p), *(digest(v) for _, v in sorted(optimizer.state[p].items()))] for p in params]
-
-
-def test_codes_and_scales_reshard_by_plain_dcp(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    (expected,) = cluster.run(1, reshard, str(tmp_path / "unused"), False, "tiles", 0, range(4))
-    cluster.run(2, reshard, path, False, "tiles", 0, range(2))
-    for got in cluster.run(3, reshard, path, True, "tiles", 11, range(2, 4)):
-        assert got == expected
 
 
 MOMENTUM = {
