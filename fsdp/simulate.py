@@ -137,6 +137,8 @@ def _assumptions(cluster: Cluster) -> str:
 def record(model: nn.Module, step: Callable[[], object]) -> Profile:
     """Run ``step`` (forward, backward and optimizer on ``model``) twice and keep what the second run did.
 
+    Memory of the pool that is free in between is given back: afterwards it holds what such a step needs, and no more.
+
     Raises ``ValueError`` if no part of ``model`` is sharded, or it is sharded with replicas (HSDP) or smaller groups.
     """
     buckets = _buckets(model)
@@ -145,6 +147,8 @@ def record(model: nn.Module, step: Callable[[], object]) -> Profile:
     if len(pools) != 1:
         raise ValueError("record needs one root: run the whole model in `step`")
     (pool,) = pools.values()
+    pool.trim()
+    pool.ledger.peak_in_use = pool.ledger.in_use
     pool.timeline = []
     pool.note("begin", "", "", 0)
     try:
