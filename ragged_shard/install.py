@@ -302,6 +302,27 @@ _TENSOR = "torch.distributed.tensor."
 _PROPAGATOR = _TENSOR + "_api:DTensor._op_dispatcher.sharding_propagator."
 _SPECS = ("local_tensor", "current_spec", "target_spec")
 
+
+def _stable_hash_for_caching(stock: Any) -> Any:
+    def _stable_hash_for_caching(self: Any) -> str:
+        found = str(stock(self))
+        if not _ragged(self.placements):
+            return found
+        from ragged_shard.compile_cache import cache_key
+
+        return f"{found} {tuple(self._local_tensor.shape)} {cache_key()}"
+
+    return _stable_hash_for_caching
+
+
+def _check_equals(stock: Any) -> Any:
+    def _check_equals(self: Any, other: Any, skip_shapes: bool = False) -> bool:
+        # Dynamo's guard leaves the global shape to the local one, which does not change on a rank without elements.
+        return bool(stock(self, other, skip_shapes=skip_shapes and not _ragged(self.placements)))
+
+    return _check_equals
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         _TENSOR + "_api:DTensor.redistribute",
@@ -309,6 +330,19 @@ HOOKS: tuple[Hook, ...] = (
         _redistribute,
         passes_on=True,
         why="every move without a gradient would pay for an autograd function and a new spec: twice dist.gather's time",
+    ),
+    Hook(
+        _TENSOR + "_api:DTensor._stable_hash_for_caching",
+        ("self",),
+        _stable_hash_for_caching,
+        optional=True,
+        why="a rank would run code from the compile cache that another rank made for its own local shapes",
+    ),
+    Hook(
+        _TENSOR + "_dtensor_spec:DTensorSpec._check_equals",
+        ("self", "other", "skip_shapes"),
+        _check_equals,
+        "a compiled function would run on a tensor of another shape, on ranks whose shard is empty in both",
     ),
     Hook(
         _TENSOR + "_redistribute:redistribute_local_tensor",

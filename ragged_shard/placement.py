@@ -35,6 +35,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from ragged_shard.compile_cache import cache_key
+
 __all__ = ["Box", "RaggedShard", "Region", "check_placements", "check_tensor", "range_boxes", "region_of"]
 
 Shape = tuple[int, ...]
@@ -159,7 +161,13 @@ class RaggedShard(Placement):
         return f"Ragged(dims {','.join(map(str, self.dims)) or 'none'}: {units})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return f"{type(self).__name__}({self.dims!r}, {self.local_units!r})", {type(self).__name__: type(self)}
+        # The text of a graph is part of the key of torch's compile caches.
+        name = type(self).__name__
+        return f"{name}._in_graph({cache_key()!r}, {self.dims!r}, {self.local_units!r})", {name: type(self)}
+
+    @classmethod
+    def _in_graph(cls, cache_key: str, dims: Sequence[int], local_units: Sequence[int]) -> RaggedShard:
+        return cls(dims, local_units)
 
 
 def _integers(name: str, values: Sequence[int]) -> Shape:

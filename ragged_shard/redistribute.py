@@ -351,10 +351,13 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
         _check_orders(current, target)
     coordinate = mesh.get_coordinate()
     here = None if coordinate is None else tuple(coordinate)
-    route = _route(mesh, here, tuple(current.shape), before, after)
+    tracing = funcol._are_we_tracing()
+    if tracing:
+        # A plan is integers, so torch.compile has to compile again for another shape; it watches the local sizes only.
+        local = local.reshape(tuple(map(int, local.shape)))
+    route = _route(mesh, here, tuple(map(int, current.shape)), before, after)
     if here is None or before == after:
         return local
-    tracing = funcol._are_we_tracing()
     for first, second in route.reductions_before:
         local = _all_reduce(local, mesh, first, second)
     if route.exchange is not None:

@@ -155,8 +155,8 @@ def _worker(rank: int, world_size: int, pipe: Connection, directory: str) -> Non
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # A warm inductor cache shared by ranks with different local shapes crashes the rank with the empty shard.
-        os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+        # All ranks compile into one cache, as in a real job; not into that of the machine, which outlives a change.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory, "inductor"))
         import torch
         import torch._dynamo  # what DTensor imports at its first use: seconds that belong to no test's deadline
         import torch.distributed as dist

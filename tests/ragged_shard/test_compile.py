@@ -68,9 +68,47 @@ def test_redistributions_and_norms_in_one_graph(backend):
     cluster.run(4, one_graph, backend, tuple(MOVES), ("sum", "max", "avg"), orders, deadline=400)
 
 
-def test_a_gather_a_reduction_and_norms_with_inductor():
-    """The empty rank: padding an empty tensor with cat crashed in the code that inductor made."""
-    cluster.run(4, one_graph, "inductor", ("gather",), ("sum",), (float("inf"),), deadline=250)
+def twice_with_one_cache():
+    """The second time from the cache on disk, which all ranks share."""
+    found = []
+    for _ in range(2):
+        torch._dynamo.utils.counters.clear()
+        one_graph("inductor", ("gather", "cut"), ("sum",), (float("inf"),))
+        found.append(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 1], found
+
+
+def test_ranks_do_not_run_what_another_rank_compiled():
+    """Ranks with equal layouts and other local shapes found each other's code in a warm cache: wrong values, or a crash
+    on the empty rank. Cold, padding an empty tensor with cat crashed in the code that inductor made."""
+    cluster.run(4, twice_with_one_cache, deadline=250)
+
+
+def other_shapes():
+    """The second shape marks the sizes as dynamic; the layout, whose units divide every one of them, stays."""
+    mesh = cluster.mesh((3,))
+    here = mesh.get_coordinate()
+
+    def moved(x):
+        whole = (x * 2).redistribute(placements=[Replicate()])
+        return whole.redistribute(placements=[RaggedShard((0,), (1, 0, 2))]) + 1, torch.linalg.vector_norm(x)
+
+    def cut(x):
+        return (x * 2).redistribute(placements=[RaggedShard((0,), (1, 0, 2))]) + 1
+
+    run, run_cut = compiled(moved, "aot_eager"), torch.compile(cut, fullgraph=True, backend="aot_eager")
+    for rows in (6, 12, 18, 6):
+        full = torch.arange(rows * 4.0).reshape(rows, 4)
+        x = distribute_tensor(full, mesh, [RaggedShard((0,), (2, 1, 0))], src_data_rank=None)
+        result, norm = run(x)
+        assert torch.equal(result.to_local(), oracle.held(full * 2 + 1, (3,), here, [RaggedShard((0,), (1, 0, 2))]))
+        torch.testing.assert_close(norm.full_tensor(), torch.linalg.vector_norm(full))
+        whole = distribute_tensor(full, mesh, [Replicate()], src_data_rank=None)
+        assert torch.equal(run_cut(whole).to_local(), result.to_local())
+
+
+def test_tensors_of_other_shapes_are_right_in_a_compiled_function():
+    cluster.run(3, other_shapes, deadline=120)
 
 
 def gradients(backend):

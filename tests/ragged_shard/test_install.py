@@ -137,6 +137,28 @@ def sets_a_full_state():
     assert torch.equal(module.weight.to_local(), held(ELEMENTS))
 
 
+def has_a_key_of_its_own():
+    """Ranks whose layouts are equal, and whose local shapes are not, must not find each other's compiled code."""
+    keys = [None, None]
+    dist.all_gather_object(keys, ragged()._stable_hash_for_caching())
+    assert keys[0] != keys[1] and keys[dist.get_rank()] == ragged()._stable_hash_for_caching()
+    assert ragged(ELEMENTS)._stable_hash_for_caching() not in keys
+
+
+def compiles_again_for_another_shape():
+    """On rank 0, whose shard is empty both times."""
+    placement = RaggedShard((0,), (0, 1))
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: (x * 2).redistribute(placements=[Replicate()]).to_local(), backend="eager")
+    for rows in (2, 3):
+        full = torch.arange(rows * 2.0).reshape(rows, 2)
+        local = full[:0] if dist.get_rank() == 0 else full
+        x = DTensor.from_local(local, cluster.mesh((2,)), [placement], shape=full.shape, stride=full.stride())
+        guarded = x._spec._check_equals(ragged(placement)._spec, skip_shapes=True)
+        assert not guarded
+        assert torch.equal(run(x), full * 2)
+
+
 def stages_a_view():
     """What async_save does with a shard that lies inside a flat buffer, as those of fully_shard do."""
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -167,6 +189,8 @@ SCENARIOS = {
     "__get_tensor_shard__": checkpoint,
     "_distribute_tensors": sets_a_full_state,
     "StateDictStager._offload_tensor": stages_a_view,
+    "DTensor._stable_hash_for_caching": has_a_key_of_its_own,
+    "DTensorSpec._check_equals": compiles_again_for_another_shape,
 }
 
 
