@@ -109,6 +109,7 @@ def fully_shard(
     Raises (the same on every rank, before anything is changed):
         ValueError: a module sharded twice, a parameter tied to one in another bucket, a mesh without this rank or of
             more than two dimensions, a block that does not fit its parameter, layouts that differ between ranks.
+        NotImplementedError: what docs/fsdp.md lists as not there.
         TypeError: a policy that returns no ParamPolicy.
     """
     if not isinstance(module, (nn.Module, list, tuple)):
@@ -274,6 +275,13 @@ def _inspect(
             f"parameter {name!r} is tied to {owner!r}, which an earlier fully_shard call has sharded; parameters that "
             f"share memory must lie in one bucket: leave that module to the call on their common parent, or pass both "
             f"modules in one list"
+        )
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"parameter {name!r} is a {type(local).__name__} with fsdp_pre_all_gather, an extension that changes "
+            f"what is gathered; here shards are gathered as they lie. Leave it to ignored_params, or make it a plain parameter "
+            f"and say the dtype of gathers by mp_policy.param_dtype"
         )
     outer: Outer | None = None
     if data_dims:

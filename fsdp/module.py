@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
@@ -138,6 +139,27 @@ class FSDPModule(TorchFSDPModule):
         """torch's older name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next iteration's gathers wait for ``event``, recorded after the optimizer's step, instead of for all
+        that the compute stream has been given. Once; without effect on CPU. Call it on the root.
+        """
+        self._get_fsdp_state().lazy_init().streams.optimizer_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many buffers of unreduced gradients may wait for their reductions: 1, torch's default.
+
+        Raises ``NotImplementedError`` for more, ``TypeError`` and ``ValueError`` as torch.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        if max_input_buffers > 1:
+            raise NotImplementedError(
+                "set_reduce_scatter_max_input_buffers: one reduction is in flight at a time, so that the memory of a "
+                "step is known; leave max_input_buffers at 1"
+            )
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for compatibility: gradients are always summed and then divided."""
 
@@ -169,9 +191,7 @@ for _name, _why in {
     "set_custom_reduce_scatter": "gradients are reduced in place; the collective is chosen in ragged_shard.collectives",
     "set_allocate_memory_from_process_group_for_comm": "communication buffers come from ragged_shard.pool",
     "set_symm_mem_for_comm": "communication buffers come from ragged_shard.pool",
-    "set_reduce_scatter_max_input_buffers": "one reduction is in flight at a time",
     "set_separate_reduce_scatter_group": "gathers and reductions share the mesh's group",
-    "set_post_optim_event": "gathers wait for the stream that is current when the root's forward begins",
     "_set_unshard_async_op": "gathers are always asynchronous",
 }.items():
     setattr(FSDPModule, _name, _unsupported(_name, _why))

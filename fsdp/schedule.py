@@ -72,7 +72,7 @@ class Schedule:
             if not (bucket.pinned or bucket.keeps_unsharded):
                 bucket.reshard()
         self._last_sequence, self._sequence = self._sequence, []
-        self.streams.after_compute(self.streams.gather)
+        self.streams.after_optimizer()
         return True
 
     def leave_forward(self, root: object) -> None:

@@ -25,6 +25,8 @@ class CommStreams:
         self.device = device
         self.gather: torch.Stream | None = None
         self.reduce: torch.Stream | None = None
+        # What the next iteration's gathers wait for, instead of the compute stream.
+        self.optimizer_event: torch.Event | None = None
         if device.type != "cpu":
             self.gather = torch.Stream(device=device)
             self.reduce = torch.Stream(device=device)
@@ -37,6 +39,16 @@ class CommStreams:
         """Let ``stream`` wait for what the current (compute) stream has been given so far."""
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
+
+    def after_optimizer(self) -> None:
+        """Let gathers wait for the optimizer's writes: its event if there is one, else all that compute was given."""
+        event, self.optimizer_event = self.optimizer_event, None
+        if self.gather is None:
+            return
+        if event is None:
+            self.after_compute(self.gather)
+        else:
+            self.gather.wait_event(event)
 
     def compute_waits(self, stream: torch.Stream | None) -> None:
         """Let the current (compute) stream wait for ``stream``."""
