@@ -280,8 +280,8 @@ def _inspect(
     if hasattr(local, "fsdp_pre_all_gather"):
         raise NotImplementedError(
             f"parameter {name!r} is a {type(local).__name__} with fsdp_pre_all_gather, an extension that changes "
-            f"what is gathered; here shards are gathered as they lie. Leave it to ignored_params, or make it a plain parameter "
-            f"and say the dtype of gathers by mp_policy.param_dtype"
+            f"what is gathered; here shards are gathered as they lie. Put it into ignored_params, or make it a plain "
+            f"parameter and choose the dtype of gathers by mp_policy.param_dtype"
         )
     outer: Outer | None = None
     if data_dims:
