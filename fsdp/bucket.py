@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,8 @@ class FlatBuffer:
         self.in_place = False
         # Between forward and backward, when resharding to a smaller group: this rank's part of the whole buffer.
         self.kept: Lease | None = None
+        # Another group of the same ranks to reduce in, if any.
+        self.reduce_group: dist.ProcessGroup | None = None
 
     @property
     def trainable(self) -> bool:
@@ -204,6 +207,10 @@ class Bucket:
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
         self.unshard_in_backward = True
+        # Collectives of the user's in the place of ours; what is called with a reduced gradient.
+        self.gather_collective: Callable[..., Any] | None = None
+        self.reduce_collective: Callable[..., Any] | None = None
+        self.reduced_hook: Callable[[Tensor], object] | None = None
         # Between forward and backward the parameters stay sharded over this smaller group, if any.
         self.post_forward_group: dist.ProcessGroup | None = None
         # Unsharded by hand before the forward / by `reshard_after_forward=False`: not for an iteration's start to
@@ -245,6 +252,11 @@ class Bucket:
     def mesh(self) -> DeviceMesh:
         return self.buffers[0].layout.mesh
 
+    @functools.cached_property
+    def meshes(self) -> list[DeviceMesh]:
+        """Of the buffers, each once: several when parameters have meshes of their own."""
+        return list(dict.fromkeys(buffer.layout.mesh for buffer in self.buffers))
+
     @property
     def ranks(self) -> int:
         """Over how many ranks a gradient is averaged by default."""
@@ -261,7 +273,8 @@ class Bucket:
         """
         if _DEBUG and self.buffers:
             number = next(_issued)
-            agree(self.mesh, "RAGGED_DEBUG", lambda: f"collective {number}: {collective} of {self.name!r}")
+            for mesh in self.meshes:
+                agree(mesh, "RAGGED_DEBUG", lambda: f"collective {number}: {collective} of {self.name!r}")
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -304,20 +317,22 @@ class Bucket:
             for full in whole:
                 full.acquire()
                 self.pool.note("all_gather", "parameters", self.name, full.nbytes)
-            if self.buffers:
-                group = self.buffers[0].layout.group
-                if any(buffer.kept is not None and buffer.kept.held for buffer in self.buffers):
+            for mesh in self.meshes:
+                pairs = [(b, full) for b, full in zip(self.buffers, whole, strict=True) if b.layout.mesh == mesh]
+                group = pairs[0][0].layout.group
+                if any(buffer.kept is not None and buffer.kept.held for buffer, _ in pairs):
                     assert self.post_forward_group is not None
                     group = self.post_forward_group
-                with coalesced(group, whole[0].flat, len(whole)) as together:
-                    parts = [self._gather(*pair) for pair in zip(self.buffers, whole, strict=True)]
-                self._gathers = together(parts)
+                # What the user passes may issue its own.
+                with coalesced(group, pairs[0][1].flat, 0 if self.gather_collective else len(pairs)) as together:
+                    parts = [self._gather(*pair) for pair in pairs]
+                self._gathers += together(parts)
             self._hook_gradients()
 
     def _gather(self, buffer: FlatBuffer, full: DBuffer) -> Pending:
         kept = buffer.kept
         if kept is None or not kept.held:
-            return buffer.params.all_gather(full)
+            return buffer.params.all_gather(full, self.gather_collective)
         assert self.post_forward_group is not None
         full.flat.chunk(self.post_forward_group.size())[self.post_forward_group.rank()].copy_(kept.tensor)
         kept.release()
@@ -519,12 +534,20 @@ class Bucket:
                 last and self.pool.lends and not self._carries and all(buffer.may_stay for buffer in trainable)
             )
             self._note("reduce")
-            with coalesced(trainable[0].layout.group, whole[0].flat, len(whole)) as together:
-                parts = []
-                for buffer, full_grads, scratch in zip(trainable, whole, self._take_scratch(whole), strict=True):
-                    self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
-                    parts.append(self._reduce_buffer(buffer, full_grads, scratch))
-            self._reductions = (trainable, together(parts))
+            scratch = list(self._take_scratch(whole))
+            reductions: list[Pending] = []
+            for mesh in self.meshes:
+                mine = [one for one in zip(trainable, whole, scratch, strict=True) if one[0].layout.mesh == mesh]
+                if not mine:
+                    continue
+                group, count = mine[0][0].reduce_group or mine[0][0].layout.group, len(mine)
+                with coalesced(group, mine[0][1].flat, 0 if self.reduce_collective else count) as together:
+                    parts = []
+                    for buffer, full_grads, place in mine:
+                        self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
+                        parts.append(self._reduce_buffer(buffer, full_grads, place))
+                reductions += together(parts)
+            self._reductions = (trainable, reductions)
         self.reduced, self.unreduced = True, False
         self.published = not self._carries
 
@@ -547,7 +570,13 @@ class Bucket:
             carrying = buffer.carry is not None
             if buffer.carry is None:
                 buffer.carry = buffer.params.like(full_grads.dtype)
-            return full_grads.reduce_scatter(buffer.carry, accumulate=carrying, scratch=scratch)
+            return full_grads.reduce_scatter(
+                buffer.carry,
+                accumulate=carrying,
+                scratch=scratch,
+                group=buffer.reduce_group,
+                collective=self.reduce_collective,
+            )
         grads = None if self._stays else buffer.open_grads()
         accumulate = any(parameter.accumulates for parameter in buffer.parameters)
         for index, parameter in enumerate(buffer.parameters):
@@ -557,11 +586,14 @@ class Bucket:
             parameter.accumulates = True
         return full_grads.reduce_scatter(
             grads,
-            divide_by=float(self.ranks) if self.divide_factor is None else self.divide_factor,
+            divide_by=float(buffer.layout.mesh.size()) if self.divide_factor is None else self.divide_factor,
             accumulate=accumulate,
             scratch=scratch,
             replicate_dim=self.replicate_dim,
             carry=buffer.carry,
+            group=buffer.reduce_group,
+            collective=self.reduce_collective,
+            hook=self.reduced_hook,
         )
 
     def finish_reduce(self) -> None:

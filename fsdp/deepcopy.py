@@ -78,7 +78,9 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
                     setattr(sharded, attribute, copy.deepcopy(value, memo))
             memo[id(parameter.sharded)] = sharded
             parameters.append(BucketParameter(parameter.name, list(parameter.places), sharded))
-        buffers.append(FlatBuffer(buffer.layout, parameters, params))
+        copied = FlatBuffer(buffer.layout, parameters, params)
+        copied.reduce_group = buffer.reduce_group
+        buffers.append(copied)
     return buffers
 
 
@@ -123,6 +125,9 @@ _SETTINGS = (
     "unshard_in_backward",
     "post_forward_group",
     "keeps_unsharded",
+    "gather_collective",
+    "reduce_collective",
+    "reduced_hook",
 )
 
 

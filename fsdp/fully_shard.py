@@ -96,8 +96,9 @@ def fully_shard(
         mesh: 1-D: shard over it. 2-D ``(replicate, shard)``: HSDP. Default: all ranks.
         reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers them again in backward,
             ``False`` keeps them. ``None``: ``True``, except for the root and the bucket that backward starts with.
-        shard_placement_fn: torch's; only ``Shard(0)`` and ``None`` mean something here. Where a parameter may be cut is
-            said by ``orig_param_policy``.
+        shard_placement_fn: torch's; a ``ShardPlacementResult`` puts a parameter on a mesh of its own (experts). Of
+            placements only ``Shard(0)`` and ``None`` are taken: where a parameter may be cut is said by
+            ``orig_param_policy``.
         mp_policy: dtypes of computation, reduction, inputs and outputs, as torch's.
         offload_policy: torch's; parameters that live on the CPU anyway need none.
         ignored_params: parameters to leave alone.
@@ -126,19 +127,25 @@ def fully_shard(
 
     def plan() -> str:
         _validate(modules, mesh, reshard_after_forward, offload_policy)
-        inspect = functools.partial(_inspect, mesh, whole_mesh, data_dims, orig_param_policy)
+        mesh_of = functools.partial(_mesh_of, mesh, shard_placement_fn)
+        inspect = functools.partial(_inspect, mesh_of, whole_mesh, data_dims, orig_param_policy)
         found.extend(_parameters(modules, ignored_params or set(), inspect))
-        _check_placements(found, shard_placement_fn)
+        if data_dims or not isinstance(reshard_after_forward, (bool, type(None))):
+            _refuse_several_meshes(found, mesh)
         for group in _groups(found):
-            group.plan = plan_bucket(group.specs, mesh.size(mesh.ndim - 1), alignment_bytes=ALIGNMENT_BYTES)
+            ranks = group.mesh.size(group.mesh.ndim - 1)
+            group.plan = plan_bucket(group.specs, ranks, alignment_bytes=ALIGNMENT_BYTES)
             groups.append(group)
         return "\n".join([one.describe() for one in found] + [group.describe() for group in groups])
 
     groups: list[_Group] = []
     agree(mesh, "fully_shard", plan)
+    for other in dict.fromkeys(group.mesh for group in groups if group.mesh != mesh):
+        there = [group for group in groups if group.mesh == other]
+        agree(other, "fully_shard", lambda there=there: "\n".join(group.describe() for group in there))  # type: ignore[misc]
 
     device = _device_of(mesh)
-    buffers = [buffer for group in groups for buffer in group.build(mesh, device)]
+    buffers = [buffer for group in groups for buffer in group.build(device)]
     bucket = Bucket(
         _name_of(modules),
         buffers,
@@ -222,8 +229,10 @@ def _validate(
 class _Found:
     """A parameter that this call shards: its name, every place that holds it, and its policy's block."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, block: Block | None, outer: Outer | None) -> None:
-        self.name, self.parameter, self.outer = name, parameter, outer
+    def __init__(
+        self, name: str, parameter: nn.Parameter, block: Block | None, outer: Outer | None, mesh: DeviceMesh
+    ) -> None:
+        self.name, self.parameter, self.outer, self.mesh = name, parameter, outer, mesh
         self.places: list[tuple[nn.Module, str]] = []
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         self.local: Tensor = local.detach()
@@ -263,7 +272,7 @@ def _parameters(
 
 
 def _inspect(
-    mesh: DeviceMesh,
+    mesh_of: Callable[[str, nn.Parameter], DeviceMesh],
     whole_mesh: DeviceMesh,
     data_dims: Sequence[str],
     policy: OrigParamPolicy | None,
@@ -283,23 +292,43 @@ def _inspect(
             f"what is gathered; here shards are gathered as they lie. Put it into ignored_params, or make it a plain "
             f"parameter and choose the dtype of gathers by mp_policy.param_dtype"
         )
-    outer: Outer | None = None
+    mesh, outer = mesh_of(name, parameter), None
     if data_dims:
         outer = _outer_of_whole_mesh(name, parameter, mesh, whole_mesh, data_dims)
     elif isinstance(parameter, DTensor):
         outer = _outer(name, parameter, mesh)
     answer = apply_policy(policy, name, parameter)
-    return _Found(name, parameter, answer.block, outer)
+    return _Found(name, parameter, answer.block, outer, mesh)
 
 
-def _check_placements(found: list[_Found], shard_placement_fn: ShardPlacementFn | None) -> None:
+def _mesh_of(
+    mesh: DeviceMesh, shard_placement_fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter
+) -> DeviceMesh:
+    """The mesh of one parameter: that of the call, or the one that torch's ``ShardPlacementResult`` holds."""
+    answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    placement, own = answer, mesh
+    if hasattr(answer, "mesh_info"):
+        placement, own = answer.placement, answer.mesh_info.mesh  # type: ignore[attr-defined]
+    if placement is not None and placement != Shard(0):
+        raise ValueError(
+            f"shard_placement_fn returned {answer!r} for {name!r}; parameters are cut along their flattened elements: "
+            f"say with orig_param_policy what must stay together, and return None, Shard(0) or a ShardPlacementResult "
+            f"with another mesh"
+        )
+    if own.ndim != mesh.ndim or own.device_type != mesh.device_type or own.get_coordinate() is None:
+        raise ValueError(
+            f"shard_placement_fn wants {name!r} on {own}; a parameter's own mesh holds this rank and has devices of "
+            f"the same type and as many dimensions as the mesh of the call, {mesh}"
+        )
+    return own
+
+
+def _refuse_several_meshes(found: Sequence[_Found], mesh: DeviceMesh) -> None:
     for one in found:
-        placement = None if shard_placement_fn is None else shard_placement_fn(one.parameter)
-        if placement is not None and placement != Shard(0):
+        if one.mesh != mesh:
             raise ValueError(
-                f"shard_placement_fn returned {placement!r} for {one.name!r}; parameters are cut along their flattened "
-                f"elements: say with orig_param_policy what must stay together, or pass the module to a fully_shard "
-                f"call with a mesh of its own"
+                f"shard_placement_fn wants {one.name!r} on a mesh of its own, which goes neither with dp_mesh_dims nor "
+                f"with a number as reshard_after_forward; shard its module by a fully_shard call with that mesh"
             )
 
 
@@ -365,10 +394,10 @@ def _outer_of_whole_mesh(
 
 
 class _Group:
-    """Parameters of one dtype and one ``requires_grad``: what can lie in one flat buffer and be reduced together."""
+    """Parameters of one dtype, ``requires_grad`` and mesh: what can lie in one flat buffer and be reduced together."""
 
-    def __init__(self, dtype: torch.dtype, members: list[_Found]) -> None:
-        self.dtype, self.members = dtype, members
+    def __init__(self, dtype: torch.dtype, mesh: DeviceMesh, members: list[_Found]) -> None:
+        self.dtype, self.mesh, self.members = dtype, mesh, members
         self.specs = [TensorSpec(m.name, m.local.numel(), dtype.itemsize, m.block) for m in members]
         self.plan: BucketPlan | None = None
 
@@ -377,8 +406,9 @@ class _Group:
         assert self.plan is not None
         return f"plan {self.plan.digest()} of {', '.join(m.name for m in self.members)}"
 
-    def build(self, mesh: DeviceMesh, device: torch.device) -> Iterable[FlatBuffer]:
+    def build(self, device: torch.device) -> Iterable[FlatBuffer]:
         assert self.plan is not None
+        mesh = self.mesh
         by_name = {m.name: m for m in self.members}
         for plan in self.plan.buffers:
             members = [by_name[name] for name, _ in plan.starts]
@@ -394,11 +424,11 @@ class _Group:
 
 
 def _groups(found: list[_Found]) -> list[_Group]:
-    groups: dict[tuple[torch.dtype, bool, bool], list[_Found]] = {}
+    groups: dict[tuple[torch.dtype, DeviceMesh, bool, bool], list[_Found]] = {}
     for one in found:
         p = one.parameter
-        groups.setdefault((p.dtype, p.requires_grad, p.device.type == "meta"), []).append(one)
-    return [_Group(key[0], members) for key, members in groups.items()]
+        groups.setdefault((p.dtype, one.mesh, p.requires_grad, p.device.type == "meta"), []).append(one)
+    return [_Group(key[0], key[1], members) for key, members in groups.items()]
 
 
 def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:

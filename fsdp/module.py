@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
@@ -139,6 +140,38 @@ class FSDPModule(TorchFSDPModule):
         """torch's older name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
+    def set_custom_all_gather(self, comm: Callable[..., Any]) -> None:
+        """Gather this module's parameters by ``comm(output_tensor, input_tensor, group, async_op)``. The input is this
+        rank's slot of the output. Memory comes from the pool: ``comm.allocate`` is not called.
+        """
+        self._get_fsdp_state().bucket.gather_collective = comm
+
+    def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
+        """Reduce this module's gradients by ``comm(output_tensor, input_tensor, group, op, async_op)``. The output is
+        this rank's slot of the input, ``op`` is SUM. ``comm.allocate`` is not called.
+        """
+        self._get_fsdp_state().bucket.reduce_collective = comm
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call ``hook`` with this module's reduced gradients, 1-D, in the reduction dtype, before they are divided and
+        published: a sum over further ranks, for instance. It runs on the stream that reduces.
+        """
+        if stream is not None:
+            raise NotImplementedError("set_all_reduce_hook: the hook runs on the stream that reduces; leave stream out")
+        self._get_fsdp_state().bucket.reduced_hook = hook
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce in a group of its own, so that reductions and gathers need not wait for each other. Every rank of
+        these modules' meshes must call it.
+        """
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for state in self._states(recurse):
+            for buffer in state.bucket.buffers:
+                ranks = tuple(dist.get_process_group_ranks(buffer.layout.group))
+                if enable and ranks not in groups:
+                    groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                buffer.reduce_group = groups[ranks] if enable else None
+
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next iteration's gathers wait for ``event``, recorded after the optimizer's step, instead of for all
         that the compute stream has been given. Once; without effect on CPU. Call it on the root.
@@ -186,12 +219,8 @@ def _unsupported(name: str, why: str) -> Callable[..., None]:
 
 
 for _name, _why in {
-    "set_all_reduce_hook": "there is no hook between the two reductions of HSDP",
-    "set_custom_all_gather": "parameters are gathered in place; the collective is chosen in ragged_shard.collectives",
-    "set_custom_reduce_scatter": "gradients are reduced in place; the collective is chosen in ragged_shard.collectives",
     "set_allocate_memory_from_process_group_for_comm": "communication buffers come from ragged_shard.pool",
     "set_symm_mem_for_comm": "communication buffers come from ragged_shard.pool",
-    "set_separate_reduce_scatter_group": "gathers and reductions share the mesh's group",
     "_set_unshard_async_op": "gathers are always asynchronous",
 }.items():
     setattr(FSDPModule, _name, _unsupported(_name, _why))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.bucket import Bucket
+from fsdp.bucket import Bucket, FlatBuffer
 from fsdp.streams import CommStreams
 from ragged_shard.pool import Pool
 
@@ -200,10 +200,11 @@ class Schedule:
 
     def _used_anywhere(self, buckets: list[Bucket]) -> dict[Bucket, list[bool]]:
         """Of each parameter, whether any rank had a gradient for it: one small reduction per mesh."""
-        answer: dict[Bucket, list[bool]] = {}
-        by_mesh: dict[DeviceMesh, list[Bucket]] = {}
+        by_mesh: dict[DeviceMesh, list[FlatBuffer]] = {}
         for bucket in buckets:
-            by_mesh.setdefault(bucket.mesh, []).append(bucket)
+            for buffer in bucket.buffers:
+                by_mesh.setdefault(buffer.layout.mesh, []).append(buffer)
+        answer: dict[FlatBuffer, list[bool]] = {}
         for mesh, members in by_mesh.items():
             used = [p.used for b in members for p in b.parameters]
             mask = self._masks.get(mesh)
@@ -214,9 +215,9 @@ class Schedule:
                 if mesh.size(dim) > 1:
                     dist.all_reduce(mask, dist.ReduceOp.MAX, group=mesh.get_group(dim))
             flags = iter(mask.tolist())
-            for bucket in members:
-                answer[bucket] = [bool(next(flags)) for _ in bucket.parameters]
-        return answer
+            for member in members:
+                answer[member] = [bool(next(flags)) for _ in member.parameters]
+        return {bucket: [flag for buffer in bucket.buffers for flag in answer[buffer]] for bucket in buckets}
 
     # -- failure --
 

@@ -170,8 +170,10 @@ def _buckets(model: nn.Module) -> list[Bucket]:
     if not buckets:
         raise ValueError(f"{type(model).__name__} has no fully_shard module; call fully_shard on it first")
     for bucket in buckets:
-        if bucket.replicate_dim is not None or bucket.post_forward_group is not None:
-            raise ValueError(f"bucket {bucket.name!r} uses replicas or a smaller group, which record does not model")
+        if bucket.replicate_dim is not None or bucket.post_forward_group is not None or len(bucket.meshes) > 1:
+            raise ValueError(
+                f"bucket {bucket.name!r} uses replicas, a smaller group or several meshes, which record does not model"
+            )
     return buckets
 
 

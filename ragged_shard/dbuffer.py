@@ -17,10 +17,10 @@ Parameters, gradients, optimizer states and norms speak of what a rank *owns*; o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -309,11 +309,17 @@ class DBuffer:
 
     # -- collectives --
 
-    def all_gather(self, out: DBuffer) -> Pending:
-        """Shard -> Replicate into ``out``. This rank's slot is written once; nothing else is copied here."""
+    def all_gather(self, out: DBuffer, collective: Callable[..., Any] | None = None) -> Pending:
+        """Shard -> Replicate into ``out``. This rank's slot is written once; nothing else is copied here.
+
+        ``collective``: called with ``output_tensor``, ``input_tensor`` (a part of it), ``group`` and ``async_op``.
+        """
         self._same_layout(out)
         out.chunk.copy_(self.flat)
-        return all_gather_in_place(out.flat, self.layout.group)
+        if collective is None:
+            return all_gather_in_place(out.flat, self.layout.group)
+        options = {"group": self.layout.group, "async_op": True}
+        return Pending([collective(output_tensor=out.flat, input_tensor=out.chunk, **options)])
 
     def reduce_scatter(
         self,
@@ -324,29 +330,41 @@ class DBuffer:
         scratch: Tensor | None = None,
         replicate_dim: int | None = None,
         carry: DBuffer | None = None,
+        group: dist.ProcessGroup | None = None,
+        collective: Callable[..., Any] | None = None,
+        hook: Callable[[Tensor], object] | None = None,
     ) -> Pending:
         """Partial -> Shard into ``out``: the sum over the ranks divided by ``divide_by``, written or added. Without
         ``out``: into this rank's own chunk of this buffer.
 
         ``replicate_dim``: a second mesh dimension to sum over, (Partial, Partial) -> (Replicate, Shard): the shards are
         reduced first, so that only a chunk travels between replicas. ``carry``: a sharded sum to add before that.
+        ``group``: another group of the same ranks. ``collective``: called with ``output_tensor`` (this rank's own part
+        of the input), ``input_tensor``, ``group``, ``op`` and ``async_op``. ``hook``: called with the sum, 1-D, before
+        it is divided.
         """
         if out is not None:
             self._same_layout(out)
-        chunk, group = self.chunk, self.layout.group
+        chunk, group = self.chunk, group or self.layout.group
         place = chunk if out is None else out.flat
-        if replicate_dim is None:
+        if replicate_dim is None and collective is None and hook is None:
             return reduce_scatter_in_place(
                 self.flat, place, group, scratch=scratch, divide_by=divide_by, accumulate=accumulate
             )
-        replicas = self.mesh.get_group(replicate_dim)
-        shards = reduce_scatter_in_place(self.flat, chunk, group, scratch=scratch)
+        if collective is None:
+            shards = reduce_scatter_in_place(self.flat, chunk, group, scratch=scratch)
+        else:
+            options = {"group": group, "op": dist.ReduceOp.SUM, "async_op": True}
+            shards = Pending([collective(output_tensor=chunk, input_tensor=self.flat, **options)])
 
         def over_replicas() -> None:
             shards.wait()
-            if carry is not None:
-                chunk.add_(carry.flat)
-            dist.all_reduce(chunk, group=replicas)
+            if replicate_dim is not None:
+                if carry is not None:
+                    chunk.add_(carry.flat)
+                dist.all_reduce(chunk, group=self.mesh.get_group(replicate_dim))
+            if hook is not None:
+                hook(chunk)
             if accumulate:
                 place.add_(chunk, alpha=1.0 / divide_by)
             else:

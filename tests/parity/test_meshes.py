@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -172,6 +174,78 @@ def misused_dims(kind: str) -> str:
 def test_misused_dp_mesh_dims_are_the_same_error_on_all_ranks(kind: str, word: str) -> None:
     messages = cluster.run(4, misused_dims, kind)
     assert len({m.split(" (on rank")[0] for m in messages}) == 1 and word in messages[0], messages
+
+
+class Experts(nn.Module):
+    """Experts in the same module as dense weights; only their parameters have another mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 8, 8) / 3)
+        self.dense, self.unused = nn.Linear(8, 8), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.einsum("bi,eij->bj", self.dense(x).tanh(), self.experts)
+
+
+def mesh_per_parameter(hybrid: bool, reshard_after_forward: bool | None) -> list[str]:
+    names = ("outer", "inner")
+    mesh = cluster.mesh((2, 2), names) if hybrid else cluster.mesh((4,))
+    # Experts over pairs of ranks; or, with replicas, over all four.
+    other = cluster.mesh((1, 4), names) if hybrid else cluster.mesh((2, 2), names)["inner"]
+    info = HSDPMeshInfo(other, 1, 0) if hybrid else FSDPMeshInfo(other, 0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), info) if parameter.ndim == 3 else None
+
+    losses, grads, seen = [], [], []
+    for wrap in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(Experts(), Experts())
+        options = {"shard_placement_fn": place, "reshard_after_forward": reshard_after_forward, "mesh": mesh}
+        for layer in model:
+            wrap(layer, **options)
+        wrap(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append({n: p.device_mesh for n, p in model.named_parameters()})
+    found = [] if losses[:3] == pytest.approx(losses[3:], rel=1e-5) else [f"losses {losses}"]
+    for ours, theirs in zip(grads[:3], grads[3:], strict=True):
+        found += [
+            n for n in ours.keys() | theirs.keys() if not torch.allclose(ours[n], theirs[n], rtol=1e-5, atol=1e-6)
+        ]
+    return found if seen[0] == seen[1] and "0.unused" not in grads[0] else [*found, f"meshes {seen}"]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_mesh_per_parameter_as_torch(hybrid: bool, reshard_after_forward: bool | None) -> None:
+    assert cluster.run(4, mesh_per_parameter, hybrid, reshard_after_forward) == [[]] * 4
+
+
+def misplaced(kind: str) -> str:
+    mesh = cluster.mesh((2, 2), ("outer", "inner"))
+    result = ShardPlacementResult(None, FSDPMeshInfo(mesh["inner"], 0))
+    options = {"reshard_after_forward": 2} if kind == "number" else {}
+    call = mesh if kind == "dimensions" else cluster.mesh((4,))
+    try:
+        fully_shard(nn.Linear(4, 4), mesh=call, shard_placement_fn=lambda p: result, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("kind", "word"), [("dimensions", "as many dimensions"), ("number", "reshard_after_forward")])
+def test_a_misplaced_parameter_is_an_error_that_names_it(kind: str, word: str) -> None:
+    messages = cluster.run(4, misplaced, kind)
+    assert all("'weight'" in message and word in message for message in messages), messages
 
 
 def compiled(what: str) -> float:
