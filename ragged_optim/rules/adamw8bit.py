@@ -15,8 +15,9 @@ A parameter of fewer than ``min_8bit_size`` elements (of the global tensor) keep
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -208,7 +209,7 @@ def _quantized(
     group: Group,
     extent: Extent,
 ) -> None:
-    """One segment: by the C++ kernel, or chunk by chunk of whole bands."""
+    """One segment: by a kernel, or chunk by chunk of whole bands."""
     rows, cols, height = segment.rows, segment.cols, tiles.height
     across, bands = -(-cols // tiles.width), -(-rows // height)
     here = slice(segment.start, segment.start + rows * cols)
@@ -222,7 +223,7 @@ def _quantized(
     row_keys = q.keys(rows, segment.row, seeds, param.device)
     col_keys = q.column_keys(tiles.cols, param.device)[:cols]
     options = {"dynamic": group["format"] == "dynamic", "skip": bool(group["skip_nonfinite"])}
-    kernel = adamw8bit_kernel() if param.device.type == "cpu" else None
+    kernel = _kernel(param.device)
     if kernel is not None:
         bad = kernel(tensors, scales, row_keys, col_keys, height, tiles.width, step, **options)
         _report(bad, extent, segment, across, tiles)
@@ -243,6 +244,17 @@ def _quantized(
         )
         found += [band * across + tile for tile in bad]
     _report(found, extent, segment, across, tiles)
+
+
+def _kernel(device: torch.device) -> Callable[..., list[int]] | None:
+    """C++ on the CPU, compiled torch elsewhere; ``None``: eager torch."""
+    if device.type == "cpu":
+        return adamw8bit_kernel()
+    if os.environ.get("RAGGED_OPTIM_KERNELS", "1") == "0":
+        return None
+    from ragged_optim.kernels.compiled import compiled_step
+
+    return compiled_step()
 
 
 class _Workspace:

@@ -142,7 +142,7 @@ def test_vectors_lose_no_more_than_matrices() -> None:
     assert 0.005 < error_of_the_next_update(functools.partial(ours, min_8bit_size=0), dims=1) <= 0.035
 
 
-@pytest.mark.parametrize("format", ["float", "dynamic"])
+@pytest.mark.parametrize("format", ["float", pytest.param("dynamic", marks=pytest.mark.deep)])
 def test_v_follows_500_steps_of_training_at_beta2_999(format: str) -> None:
     model = CharModel()
     optimizer = ragged_optim.AdamW8bit(model.named_parameters(), lr=3e-3, min_8bit_size=1024, format=format)

@@ -53,18 +53,19 @@ def test_worlds_1_to_4_end_alike(name: str, dtype: torch.dtype, use_kernel: bool
 
 
 @pytest.mark.parametrize("use_kernel", KERNELS, ids=["eager", "C++"][: len(KERNELS)])
-@pytest.mark.parametrize("cut", [32, 64])
-def test_cutting_at_a_tile_changes_no_8_bit_value(cut: int, use_kernel: bool) -> None:
+@pytest.mark.parametrize("cuts", [(32,), (64,), (32, 64)], ids=str)
+@pytest.mark.parametrize("format", ["float", "dynamic"])
+def test_cutting_at_a_tile_changes_no_8_bit_value(format: str, cuts: tuple[int, ...], use_kernel: bool) -> None:
     # bitsandbytes and torchao re-block the local memory: 27 to 42 % of the values change.
     whole = nn.Parameter(full((96, 100), 0))
     rule = adamw8bit.AdamW8bitRule()
-    group = {**rule.defaults, "min_8bit_size": 0}
+    group = {**rule.defaults, "min_8bit_size": 0, "format": format}
     real = adamw8bit.adamw8bit_kernel
     if not use_kernel:
         adamw8bit.adamw8bit_kernel = lambda: None
     try:
         results = []
-        for edges in ((0, 96), (0, cut, 96)):
+        for edges in ((0, 96), (0, *cuts, 96)):
             parts: list[list[Tensor]] = []
             for start, stop in itertools.pairwise(edges):
                 param = whole.detach()[start:stop].clone()

@@ -4,12 +4,15 @@ the eager code does their work.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from torch import nn
 import ragged_optim
 from ragged_optim import kernels
 from ragged_optim.kernels import compile as kernel_compile
+from ragged_optim.kernels.compiled import compiled_step
 from ragged_optim.rules import adamw8bit
+from tests.ragged_optim.models import full
 
 ROOT = Path(__file__).parents[2]
 COMPILER = """#!/bin/sh
@@ -108,3 +113,63 @@ def test_a_wheel_holds_the_kernels_if_there_is_a_compiler_and_is_pure_without(
     assert tag in wheel.name
     libraries = [Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert sorted(name.split("-")[0] for name in libraries) == (["adamw8bit", "muon"] if compiler else [])
+
+
+def compiled_beside(device: str, shape: tuple[int, ...], coupled: bool, **options: Any) -> None:
+    """Three steps, one gradient of which is bad: every code and scale of the compiled step is the other's."""
+    make = ragged_optim.Adam8bit if coupled else ragged_optim.AdamW8bit
+    params = [nn.Parameter(full(shape, 0).to(device)) for _ in range(2)]
+    optimizers = [make([p], min_8bit_size=0, weight_decay=0.1, **options) for p in params]
+    real = adamw8bit._kernel
+    for step in range(3):
+        grad = (full(shape, 1 + step) * full(shape, 50 + step).exp()).to(device)
+        if step == 1:
+            grad.view(-1)[grad.numel() // 2], grad.view(-1)[0] = math.nan, math.inf
+        params[1].data.copy_(params[0])
+        for param, optimizer, kernel in zip(params, optimizers, (None, compiled_step()), strict=True):
+            param.grad = grad.clone()
+            adamw8bit._kernel = lambda device, kernel=kernel: kernel
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    optimizer.step()
+            finally:
+                adamw8bit._kernel = real
+            assert (step == 1) == any("non-finite gradient" in str(one.message) for one in caught)
+    a, b = (o.state[p] for o, p in zip(optimizers, params, strict=True))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    torch.testing.assert_close(params[0], params[1], rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.skipif(kernel_compile.build("adamw8bit") is None, reason="Inductor needs a C++ compiler on the CPU")
+def test_the_compiled_step_agrees_with_eager_in_every_code_and_scale() -> None:
+    compiled_beside("cpu", (40, 33), False)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "dynamic"}, {"betas": (0.3, 0.9)}, {"skip_nonfinite": True}], ids=str
+)
+@pytest.mark.parametrize("shape", [(64, 64), (3000,), (3, 50, 8)])
+def test_the_compiled_step_agrees_with_eager_with_every_option(
+    shape: tuple[int, ...], options: dict[str, Any], coupled: bool
+) -> None:
+    compiled_beside("cpu", shape, coupled, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["float", "dynamic"])
+def test_the_compiled_step_on_a_gpu_ends_near_the_cpu(format: str) -> None:
+    # Eager torch on a GPU rounds multiply-adds as nvcc likes, so it is compared with the CPU, where a rare element may
+    # sit on the edge between two codes.
+    params = [nn.Parameter(full((200, 133), 0).to(device)) for device in ("cpu", "cuda")]
+    optimizers = [ragged_optim.AdamW8bit([("w", p)], format=format) for p in params]
+    for step in range(3):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = full((200, 133), 1 + step).to(param.device)
+            optimizer.step()
+    a, b = (o.state[p] for o, p in zip(optimizers, params, strict=True))
+    for key in ("exp_avg.codes", "exp_avg_sq.codes"):
+        assert (a[key] != b[key].cpu()).float().mean() < 1e-3
+    torch.testing.assert_close(params[0], params[1].cpu(), rtol=1e-5, atol=1e-6)
