@@ -41,6 +41,12 @@ from benchmarks.step import Plan, make_batch
 PARTS = ("muon", "adamw", "adamw8bit", "state")
 SIZES = {"1M": (1024, 16), "16M": (4096, 1)}  # side of a square matrix, steps a round
 WARM_UPS = 2
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("AdamW", "AdamW8bit", "Muon", "NorMuon", "Lion", "SGD", "Shampoo", "SOAP")},
+    # By default the vectors of a small model keep fp32 moments.
+    "AdamW8bit, min_8bit_size=256": ("AdamW8bit", {"min_8bit_size": 256}),
+    "Muon, momentum_8bit, hidden matrices": ("Muon", {"momentum_8bit": True}),
+}
 
 
 class HeldStep:
@@ -252,6 +258,7 @@ def eight_bit_steps(side: int, times: int) -> dict[str, HeldStep]:
         "ours": HeldStep(ragged_optim.AdamW8bit([parameter()]), times),
         "ours_b": HeldStep(ragged_optim.AdamW8bit([parameter()]), times),
         "ours_eager": EagerStep(ragged_optim.AdamW8bit([parameter()]), times),
+        "ours_dynamic": HeldStep(ragged_optim.AdamW8bit([parameter()], format="dynamic"), times),
     }
     if importlib.util.find_spec("bitsandbytes"):
         import bitsandbytes
@@ -287,13 +294,14 @@ def measure_state(send: Callable[[Any], None], plan: tuple[str, Plan]) -> None:
     import ragged_optim
 
     _, options = plan
-    for name in ("AdamW", "AdamW8bit", "Muon", "NorMuon", "Lion", "SGD", "Shampoo", "SOAP"):
+    for label, (name, more) in STATES.items():
         model = models.build(options.model)
-        optimizer = getattr(ragged_optim, name)(model.named_parameters())
+        optimizer = getattr(ragged_optim, name)(model.named_parameters(), **more)
         model(*make_batch(options)).backward()
         optimizer.step()
-        state = [v for one in optimizer.state.values() for v in one.values() if isinstance(v, Tensor)]
-        send(("state", name, counting.live_bytes(state) / sum(p.numel() for p in model.parameters())))
+        counted = hidden(model)[0] if "hidden" in label else list(model.parameters())
+        state = [v for p in counted for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+        send(("state", label, counting.live_bytes(state) / sum(p.numel() for p in counted)))
 
 
 # ---- in the process that was started by hand ------------------------------------------------------------------------
