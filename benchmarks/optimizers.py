@@ -1,12 +1,14 @@
 """Optimizer steps alone, gradients held: Muon against the cost of its iteration, AdamW against FSDP2's, 8-bit AdamW
-per parameter, and bytes of state.
+per parameter, and bytes of state; and what a small GPT learns with them.
 
     python benchmarks/optimizers.py --parts muon,adamw,adamw8bit,state --world-size 2 --rounds 30 --json optimizers.json
+    python benchmarks/optimizers.py --parts loss --seeds 0,1,2 --json losses.json
 
     muon       --model (gpt15): ratios to the Newton-Schulz iterations of 1/W of the matrices and nothing else
     adamw      --adamw-model (moe45): ratios to FSDP2 with torch.optim.AdamW(foreach=True)
     adamw8bit  one process, one core, a matrix of 1 M and one of 16 M parameters: CPU ns per parameter
     state      one process, --model: bytes of optimizer state per parameter
+    loss       one process: validation loss of a small GPT by seed (losses.py); some minutes, only if asked for
 
 Rounds, ratios and controls are those of benchmarks/step.py; see README.md in this folder.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import signal
@@ -34,11 +37,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from benchmarks import counting, models, ranks, report, variants
+from benchmarks import counting, losses, models, ranks, report, variants
 from benchmarks.rounds import Clock, Round, run_rounds
 from benchmarks.step import Plan, make_batch
 
-PARTS = ("muon", "adamw", "adamw8bit", "state")
+DEFAULT_PARTS = ("muon", "adamw", "adamw8bit", "state")
+PARTS = (*DEFAULT_PARTS, "loss")
 SIZES = {"1M": (1024, 16), "16M": (4096, 1)}  # side of a square matrix, steps a round
 WARM_UPS = 2
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -304,6 +308,17 @@ def measure_state(send: Callable[[Any], None], plan: tuple[str, Plan]) -> None:
         send(("state", label, counting.live_bytes(state) / sum(p.numel() for p in counted)))
 
 
+def measure_losses(send: Callable[[Any], None], plan: tuple[str, Plan], seeds: Sequence[int], steps: int) -> None:
+    """Sends ("run", losses.Run)."""
+
+    def tell(run: losses.Run) -> None:
+        send(("note", f"loss: {run.optimizer}, seed {run.seed}: {run.validation:.3f}"))
+        send(("run", run))
+
+    send(("note", f"loss: {len(losses.OPTIMIZERS) * len(seeds)} runs of {steps} steps"))
+    losses.train_all(seeds, steps, tell)
+
+
 # ---- in the process that was started by hand ------------------------------------------------------------------------
 
 
@@ -337,9 +352,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks/optimizers.py", description=__doc__, formatter_class=report.Formatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma separated")
+    parser.add_argument("--parts", default=",".join(DEFAULT_PARTS), help="comma separated, of " + ", ".join(PARTS))
     parser.add_argument("--model", choices=list(models.MODELS), default="gpt15", help="of muon and state")
     parser.add_argument("--adamw-model", choices=list(models.MODELS), default="moe45")
+    parser.add_argument("--seeds", default="0,1,2", help="of loss, comma separated")
+    parser.add_argument("--steps", type=int, default=400, help="of each run of loss")
     report.add_common_arguments(parser)
     parser.add_argument("--json", type=Path, default=None, help="file for every round and every figure")
     return parser
@@ -357,8 +374,12 @@ def _run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
         seconds=args.seconds,
         seed=args.seed,
     )
-    measure = {"adamw8bit": measure_eight_bit, "state": measure_state}.get(part, measure_sharded)
+    measure: Callable[..., None] = {"adamw8bit": measure_eight_bit, "state": measure_state}.get(part, measure_sharded)
+    if part == "loss":
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        measure = functools.partial(measure_losses, seeds=seeds, steps=args.steps)
     world_size = args.world_size if measure is measure_sharded else 1
+    runs: list[losses.Run] = []
     made: dict[str, Any] = {"model": model, "world_size": world_size, "malloc": args.malloc}
     counts: dict[str, Any] = {}
     rounds: list[Round] = []
@@ -371,6 +392,10 @@ def _run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
             made.setdefault("bytes_per_parameter", {})[content[0]] = content[1]
         elif kind == "kernel":
             made["kernel"] = content[0]
+        elif kind == "run":
+            runs.append(content[0])
+    if part == "loss":
+        return _losses(runs)
     if part == "state":
         return made
     made["rounds"] = [dataclasses.asdict(one) for one in rounds]
@@ -397,6 +422,14 @@ def _per_parameter(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
                 "ns_median": statistics.median(ns),
                 "cpu_ratio": ratio and ratio.to_json(),
             }
+    return made
+
+
+def _losses(runs: Sequence[losses.Run]) -> dict[str, Any]:
+    made: dict[str, Any] = {"runs": [dataclasses.asdict(run) for run in runs], "optimizers": {}}
+    for name in dict.fromkeys(run.optimizer for run in runs):
+        found = [run.validation for run in runs if run.optimizer == name]
+        made["optimizers"][name] = {"validation": found, "to_adamw": losses.paired(runs, name)}
     return made
 
 
@@ -449,11 +482,26 @@ def _show_state(made: dict[str, Any]) -> None:
     report.console().print(table)
 
 
+def _show_losses(made: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title="validation loss of the small GPT, nats per byte")
+    for column in ("optimizer", "by seed", "mean", "to adamw, by seed", "mean"):
+        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    for name, figures in made["optimizers"].items():
+        cells = []
+        for key, digits in (("validation", "{:.3f}"), ("to_adamw", "{:+.3f}")):
+            cells += [" ".join(map(digits.format, figures[key])), digits.format(statistics.fmean(figures[key]))]
+        table.add_row(name, *cells)
+    report.console().print(table)
+
+
 _SHOW: dict[str, Callable[[dict[str, Any]], None]] = {
     "muon": _show_sharded,
     "adamw": _show_sharded,
     "adamw8bit": _show_eight_bit,
     "state": _show_state,
+    "loss": _show_losses,
 }
 
 if __name__ == "__main__":
