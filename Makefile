@@ -6,6 +6,7 @@
 #   make test-deep   all tests, with many more random cases
 #   make test-versions   placement and runtime tests on another torch, in an environment of its own   (TORCH=2.14.1)
 #   make bench       step time, traffic and memory against DDP and FSDP2
+#   make notebooks   run the notebooks and store what they print and draw
 #   make lint        ruff, and mypy --strict on the three packages
 #
 # A set-up step runs again only when pyproject.toml or constraints.txt changes. PYTHON=python3.12 picks another Python
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test test-deep test-versions bench lint setup
+.PHONY: train test test-deep test-versions bench notebooks lint setup
 .DEFAULT_GOAL := test
 # pip must not run twice at once in one environment.
 .NOTPARALLEL:
@@ -49,6 +50,9 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+notebooks: $(VENV)/.installed-dev
+	PYTHONPATH=$(CURDIR) $(BIN)/jupyter execute --NotebookClient.record_timing=False --inplace notebooks/*.ipynb
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
