@@ -569,7 +569,7 @@ class Bucket:
         if self._carries:
             carrying = buffer.carry is not None
             if buffer.carry is None:
-                buffer.carry = buffer.params.like(full_grads.dtype)
+                buffer.carry = DBuffer.sharded(buffer.layout, full_grads.dtype, full_grads.device)
             return full_grads.reduce_scatter(
                 buffer.carry,
                 accumulate=carrying,

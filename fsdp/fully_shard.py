@@ -100,7 +100,9 @@ def fully_shard(
             placements only ``Shard(0)`` and ``None`` are taken: where a parameter may be cut is said by
             ``orig_param_policy``.
         mp_policy: dtypes of computation, reduction, inputs and outputs, as torch's.
-        offload_policy: torch's; parameters that live on the CPU anyway need none.
+        offload_policy: torch's; with ``CPUOffloadPolicy`` shards, their gradients and so optimizer states live on the
+            CPU, and move to and from the accelerator with each gather and reduction. Clipping wants a process group
+            with a backend for CPU tensors too. On a CPU mesh there is nothing to do.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: ``mesh`` is the mesh of all parallelisms, on which every parameter is a DTensor, and these are its
             data-parallel dimensions. Several ``shard`` (or ``replicate``) dimensions act as one.
@@ -126,7 +128,7 @@ def fully_shard(
     found: list[_Found] = []
 
     def plan() -> str:
-        _validate(modules, mesh, reshard_after_forward, offload_policy)
+        _validate(modules, mesh, reshard_after_forward)
         mesh_of = functools.partial(_mesh_of, mesh, shard_placement_fn)
         inspect = functools.partial(_inspect, mesh_of, whole_mesh, data_dims, orig_param_policy)
         found.extend(_parameters(modules, ignored_params or set(), inspect))
@@ -145,7 +147,7 @@ def fully_shard(
         agree(other, "fully_shard", lambda there=there: "\n".join(group.describe() for group in there))  # type: ignore[misc]
 
     device = _device_of(mesh)
-    buffers = [buffer for group in groups for buffer in group.build(device)]
+    buffers = [buffer for group in groups for buffer in group.build(device, offload_policy)]
     bucket = Bucket(
         _name_of(modules),
         buffers,
@@ -190,9 +192,7 @@ def _name_of(modules: Sequence[nn.Module]) -> str:
     return ", ".join(type(m).__name__ for m in modules)
 
 
-def _validate(
-    modules: Sequence[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool | int | None, offload: OffloadPolicy
-) -> None:
+def _validate(modules: Sequence[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
     if not modules:
         raise ValueError("fully_shard got an empty list of modules")
     for module in modules:
@@ -222,8 +222,6 @@ def _validate(
             f"reshard_after_forward is True, False, None or the size of a smaller group, a divisor of the {ranks} "
             f"ranks that share the parameters; got {reshard!r}"
         )
-    if isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu":
-        raise NotImplementedError("CPUOffloadPolicy is not implemented for accelerators; leave offload_policy out")
 
 
 class _Found:
@@ -406,7 +404,7 @@ class _Group:
         assert self.plan is not None
         return f"plan {self.plan.digest()} of {', '.join(m.name for m in self.members)}"
 
-    def build(self, device: torch.device) -> Iterable[FlatBuffer]:
+    def build(self, device: torch.device, offload: OffloadPolicy) -> Iterable[FlatBuffer]:
         assert self.plan is not None
         mesh = self.mesh
         by_name = {m.name: m for m in self.members}
@@ -415,8 +413,12 @@ class _Group:
             shapes = tuple(tuple(m.local.shape) for m in members)
             outer = tuple(m.outer for m in members) if any(m.outer for m in members) else ()
             layout = Layout(plan, shapes, mesh, mesh.ndim - 1, outer)
-            meta = members[0].local.device.type == "meta"
-            params = DBuffer.sharded(layout, self.dtype, torch.device("meta") if meta else device)
+            home, pinned = device, False
+            if isinstance(offload, CPUOffloadPolicy):
+                home, pinned = torch.device("cpu"), offload.pin_memory and device.type != "cpu"
+            if members[0].local.device.type == "meta":
+                home, pinned = torch.device("meta"), False
+            params = DBuffer.sharded(layout, self.dtype, home, pin_memory=pinned)
             parameters = []
             for index, member in enumerate(members):
                 parameters.append(_shard(member, params, index))

@@ -151,8 +151,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, profile:
     lent = sum(pool.lent for pool in pools.values())
     held = peak = None
     if profile is not None:
-        ranks, on_cpu = buckets[0].ranks, buckets[0].buffers[0].params.device.type == "cpu"
-        prediction = predict(profile, Cluster(ranks=ranks, gloo=on_cpu))
+        on_cpu = all(pool.device.type == "cpu" for pool in pools.values())
+        prediction = predict(profile, Cluster(ranks=buckets[0].ranks, gloo=on_cpu))
         held, peak = prediction.buffer_bytes - lent, prediction.peak_buffer_bytes
     return MemoryReport(
         buckets=tuple(_bucket(bucket, optimizer) for bucket in buckets),

@@ -185,14 +185,16 @@ class DBuffer:
         self.flat = flat.data
 
     @classmethod
-    def sharded(cls, layout: Layout, dtype: torch.dtype, device: torch.device, *, zero: bool = True) -> DBuffer:
+    def sharded(
+        cls, layout: Layout, dtype: torch.dtype, device: torch.device, *, zero: bool = True, pin_memory: bool = False
+    ) -> DBuffer:
         """A chunk on each rank, zeroed unless ``zero`` is false. Padded plans only: what is owned is the chunk."""
         lo, hi = layout.plan.owned(layout.rank)
         if (lo, hi) != tuple(layout.plan.chunk(layout.rank)):
             raise NotImplementedError(
                 "this plan owns other elements than its chunk; plan the bucket with padded chunks"
             )
-        flat = (torch.zeros if zero else torch.empty)(hi - lo, dtype=dtype, device=device)
+        flat = (torch.zeros if zero else torch.empty)(hi - lo, dtype=dtype, device=device, pin_memory=pin_memory)
         return cls(layout, flat, _placements(layout, Shard(0)), None)
 
     @classmethod
@@ -315,7 +317,8 @@ class DBuffer:
         ``collective``: called with ``output_tensor``, ``input_tensor`` (a part of it), ``group`` and ``async_op``.
         """
         self._same_layout(out)
-        out.chunk.copy_(self.flat)
+        # From pinned memory this rank's slot crosses to the device while compute goes on.
+        out.chunk.copy_(self.flat, non_blocking=True)
         if collective is None:
             return all_gather_in_place(out.flat, self.layout.group)
         options = {"group": self.layout.group, "async_op": True}
@@ -347,7 +350,8 @@ class DBuffer:
             self._same_layout(out)
         chunk, group = self.chunk, group or self.layout.group
         place = chunk if out is None else out.flat
-        if replicate_dim is None and collective is None and hook is None:
+        elsewhere = self._elsewhere(place)
+        if replicate_dim is None and collective is None and hook is None and not elsewhere:
             return reduce_scatter_in_place(
                 self.flat, place, group, scratch=scratch, divide_by=divide_by, accumulate=accumulate
             )
@@ -365,12 +369,19 @@ class DBuffer:
                 dist.all_reduce(chunk, group=self.mesh.get_group(replicate_dim))
             if hook is not None:
                 hook(chunk)
-            if accumulate:
+            if elsewhere:
+                total = chunk.mul_(1.0 / divide_by).to(place.device)
+                place.add_(total) if accumulate else place.copy_(total)
+            elif accumulate:
                 place.add_(chunk, alpha=1.0 / divide_by)
             else:
                 torch.mul(chunk, 1.0 / divide_by, out=place)
 
         return Pending((), over_replicas)
+
+    def _elsewhere(self, place: Tensor) -> bool:
+        """Whether ``place`` lies on another device (offloaded gradients), so that the sum is made here first."""
+        return place.device != self.device
 
     def scratch_nbytes(self) -> int:
         """Bytes of scratch that ``reduce_scatter`` wants, a multiple of 128 for aligned plans."""
