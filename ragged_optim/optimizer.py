@@ -45,7 +45,7 @@ from ragged_optim.state import (
 from ragged_shard.block import Block
 from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
 
-__all__ = ["RaggedOptimizer", "refuse"]
+__all__ = ["RaggedOptimizer", "given", "refuse"]
 
 # What torch's schedulers and named parameters put into param groups, and what we do.
 FOREIGN_KEYS = frozenset(
@@ -63,6 +63,16 @@ def refuse(optimizer: str, **requested: bool | None) -> None:
             raise ValueError(
                 f"ragged_optim.{optimizer} does not support {option}; leave it out (the fused kernel is always used)"
             )
+
+
+def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords for ``RaggedOptimizer`` from the ``locals()`` with which a constructor that names them begins.
+
+    ``adamw_NAME`` is what parameters get that a policy sends to AdamW.
+    """
+    own = {key: value for key, value in arguments.items() if key not in ("self", "params", "__class__")}
+    rest = {key.removeprefix("adamw_"): own.pop(key) for key in list(own) if key.startswith("adamw_")}
+    return {**own, "others": {"adamw": rest}}
 
 
 class RaggedOptimizer(Optimizer):

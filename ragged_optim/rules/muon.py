@@ -7,7 +7,10 @@ defaults.
     p  *= 1 - lr weight_decay                        on the shard
     p  -= lr ratio O                                 ratio: see ``adjusted``
 
-NorMuon (arXiv 2510.05491) also divides every row of O by the root of its running mean square, and keeps O's norm.
+NorMuon (arXiv 2510.05491) goes on from O at the owner:
+
+    v = beta2 v + (1 - beta2) mean of the squares of each row of O
+    O = |O| normalised(O / (sqrt(v) + 1e-8))
 
 Only the direction u and the update O travel, in ``ns_dtype``, in which the iteration would round them anyway, or in
 ``wire_dtype``.
@@ -25,7 +28,7 @@ from torch.optim.optimizer import ParamsT
 
 from ragged_optim import newton_schulz as ns
 from ragged_optim.kernels import MuonKernel, muon_kernel
-from ragged_optim.optimizer import RaggedOptimizer
+from ragged_optim.optimizer import RaggedOptimizer, given
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 
@@ -211,43 +214,14 @@ class Muon(RaggedOptimizer):
         adamw_weight_decay: float = 1e-2,
         orig_param_policy: OrigParamPolicy | None = None,
     ) -> None:
+        arguments = given(locals())
         from ragged_optim import policies
 
-        super().__init__(
-            params,
-            MuonRule,
-            orig_param_policy=orig_param_policy,
-            default_policy=policies.muon(),
-            others={
-                "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
-            },
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            ns_dtype=ns_dtype,
-            wire_dtype=wire_dtype,
-            gram=gram,
-            weight_decay_mode=weight_decay_mode,
-            split_sizes=split_sizes,
-            flatten=flatten,
-            maximize=maximize,
-            state_dtype=state_dtype,
-            momentum_8bit=momentum_8bit,
-            tile=tile,
-            min_8bit_size=min_8bit_size,
-        )
+        super().__init__(params, MuonRule, default_policy=policies.muon(), **arguments)
 
 
 class NorMuon(RaggedOptimizer):
-    """``Muon`` with its update normalised by rows (``beta2``.
-
-    Decay of their mean squares); everything else as there.
-    """
+    """``Muon`` with its update normalised by rows; ``beta2``: decay of their mean squares. Everything else as there."""
 
     def __init__(
         self,
@@ -279,34 +253,7 @@ class NorMuon(RaggedOptimizer):
         adamw_weight_decay: float = 1e-2,
         orig_param_policy: OrigParamPolicy | None = None,
     ) -> None:
+        arguments = given(locals())
         from ragged_optim import policies
 
-        super().__init__(
-            params,
-            NorMuonRule,
-            orig_param_policy=orig_param_policy,
-            default_policy=policies.normuon(),
-            others={
-                "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
-            },
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            beta2=beta2,
-            ns_dtype=ns_dtype,
-            wire_dtype=wire_dtype,
-            gram=gram,
-            weight_decay_mode=weight_decay_mode,
-            split_sizes=split_sizes,
-            flatten=flatten,
-            maximize=maximize,
-            state_dtype=state_dtype,
-            momentum_8bit=momentum_8bit,
-            tile=tile,
-            min_8bit_size=min_8bit_size,
-        )
+        super().__init__(params, NorMuonRule, default_policy=policies.normuon(), **arguments)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import matrix_roots as roots
-from ragged_optim.optimizer import RaggedOptimizer
+from ragged_optim.optimizer import RaggedOptimizer, given
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 
@@ -242,28 +242,7 @@ class Shampoo(RaggedOptimizer):
         adamw_weight_decay: float = 1e-2,
         orig_param_policy: OrigParamPolicy | None = None,
     ) -> None:
+        arguments = given(locals())
         from ragged_optim import policies
 
-        super().__init__(
-            params,
-            ShampooRule,
-            orig_param_policy=orig_param_policy,
-            default_policy=policies.shampoo(),
-            others={
-                "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
-            },
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            weight_decay_mode=weight_decay_mode,
-            precondition_frequency=precondition_frequency,
-            root_delay=root_delay,
-            start_preconditioning_step=start_preconditioning_step,
-            max_preconditioner_dim=max_preconditioner_dim,
-            preconditioner_eps=preconditioner_eps,
-            grafting=grafting,
-            split_sizes=split_sizes,
-            flatten=flatten,
-            maximize=maximize,
-        )
+        super().__init__(params, ShampooRule, default_policy=policies.shampoo(), **arguments)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import matrix_roots as roots
-from ragged_optim.optimizer import RaggedOptimizer
+from ragged_optim.optimizer import RaggedOptimizer, given
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 
@@ -194,26 +194,7 @@ class SOAP(RaggedOptimizer):
         adamw_weight_decay: float = 1e-2,
         orig_param_policy: OrigParamPolicy | None = None,
     ) -> None:
+        arguments = given(locals())
         from ragged_optim import policies
 
-        super().__init__(
-            params,
-            SOAPRule,
-            orig_param_policy=orig_param_policy,
-            default_policy=policies.soap(),
-            others={
-                "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
-            },
-            lr=lr,
-            betas=betas,
-            shampoo_beta=shampoo_beta,
-            eps=eps,
-            weight_decay=weight_decay,
-            weight_decay_mode=weight_decay_mode,
-            precondition_frequency=precondition_frequency,
-            basis_delay=basis_delay,
-            max_preconditioner_dim=max_preconditioner_dim,
-            split_sizes=split_sizes,
-            flatten=flatten,
-            maximize=maximize,
-        )
+        super().__init__(params, SOAPRule, default_policy=policies.soap(), **arguments)
