@@ -9,7 +9,8 @@ every rank its shard of the updates; the transfers of the neighbouring batches o
 
 The shards of a matrix arrive in rank order, which for row shards is the order of its elements: with one matrix per
 owner in a batch, the receive buffer *is* the matrix. Matrices that lie whole on their owner never enter a batch.
-Before the first batch the ranks agree on which gradients exist: one small all-reduce, and none when nothing moves.
+Before the first batch the ranks agree on which gradients exist: one small all-reduce, and none when nothing moves
+(unless gradients that are not finite are to be skipped).
 
 Matrices of one shape are handed to their rule together, which may multiply them in batches. What travels lies in
 buffers that are used again and again.
@@ -254,29 +255,37 @@ class Exchange:
         self.group = group
         self.size, self.rank = group.size(), group.rank()
         self.params = list(params)
-        self.moving = [param for param in self.params if param.moves]
-        # Of those, the ones that have a gradient in this step, on every rank that holds a part.
+        # Those about which the ranks agree before a step.
+        self.voting = [param for param in self.params if param.moves or param.group.get("skip_nonfinite")]
+        # Of those, the ones that have a gradient in this step, on every rank that holds a part ...
         self.present: set[MatrixParam] = set()
+        # ... and the ones to leave alone, because it is not finite on some rank.
+        self.spoilt: set[MatrixParam] = set()
         self._planned: tuple[list[tuple[MatrixParam, torch.dtype]], list[_Batch]] | None = None
         # Buffers that no transfer uses, by dtype.
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
-    def agree(self, grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> None:
+    def agree(self, grads: Sequence[Tensor | None], params: Sequence[Tensor], finite: Sequence[bool]) -> None:
         """Raise the same error on every rank when a parameter that moves has a gradient on some ranks only.
 
-        ``grads`` and ``params``: local, one for each of ``self.moving``. One all-reduce of two bytes per parameter.
+        ``grads``, ``params``: local, and whether the gradients here are ``finite``, one for each of ``self.voting``.
+        One all-reduce of three bytes per parameter.
         """
-        if not self.moving:
+        self.spoilt = set()
+        if not self.voting:
             return
         # A rank that holds nothing of a parameter has no say.
         has = [grad is not None or param.numel() == 0 for grad, param in zip(grads, params, strict=True)]
         lacks = [grad is None or param.numel() == 0 for grad, param in zip(grads, params, strict=True)]
-        votes = torch.tensor([has, lacks], dtype=torch.uint8, device=params[0].device)
+        votes = torch.tensor([has, lacks, list(finite)], dtype=torch.uint8, device=params[0].device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
-        all_have, all_lack = votes.tolist()
-        self.present = {param for param, yes in zip(self.moving, all_have, strict=True) if yes}
+        all_have, all_lack, all_finite = votes.tolist()
+        self.spoilt = {param for param, yes in zip(self.voting, all_finite, strict=True) if not yes}
+        self.present = {param for param, yes in zip(self.voting, all_have, strict=True) if yes} - self.spoilt
         split = [
-            param.name for param, yes, no in zip(self.moving, all_have, all_lack, strict=True) if not yes and not no
+            param.name
+            for param, yes, no in zip(self.voting, all_have, all_lack, strict=True)
+            if param.moves and not yes and not no
         ]
         if split:
             names = ", ".join(repr(name) for name in split[:5]) + (", ..." if len(split) > 5 else "")

@@ -13,6 +13,7 @@ collective.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -382,11 +383,22 @@ class RaggedOptimizer(Optimizer):
         for entry in entries:
             entry.grad = entry.local_grad()
         exchanges = self._plan_exchanges()
-        if exchanges:
-            by_matrices = {entry.of: entry for entry in entries if entry.of is not None}
-            for exchange in exchanges:
-                moving = [by_matrices[of] for of in exchange.moving]
-                exchange.agree([entry.grad for entry in moving], [local(entry.param) for entry in moving])
+        by_matrices = {entry.of: entry for entry in entries if entry.of is not None}
+        spoilt = {of for of, entry in by_matrices.items() if not entry.is_finite()}
+        for exchange in exchanges:
+            voting = [by_matrices[of] for of in exchange.voting]
+            finite = [entry.of not in spoilt for entry in voting]
+            exchange.agree([entry.grad for entry in voting], [local(entry.param) for entry in voting], finite)
+            spoilt |= exchange.spoilt
+        for of, entry in by_matrices.items() if spoilt else ():
+            if of not in spoilt:
+                continue
+            entry.grad = None
+            warnings.warn(
+                f"non-finite gradient: parameter {of.name!r} and its states are left alone in this step",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         by_group: dict[int, list[_Entry]] = {}
         for entry in entries:
             if entry.of is None and entry.grad is not None:
@@ -688,6 +700,10 @@ class _Entry:
         if self.param is not param or self.group is not group or self.state is not state:
             return False
         return state is not None or not _wants_state(param)
+
+    def is_finite(self) -> bool:
+        """Whether the gradient is, as far as it lies here; true where a group does not ask for it."""
+        return self.grad is None or not self.group.get("skip_nonfinite") or bool(self.grad.isfinite().all())
 
     def local_grad(self) -> Tensor | None:
         """What lies here of the gradient; checked against the parameter."""

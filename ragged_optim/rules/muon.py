@@ -58,6 +58,7 @@ class MuonRule(MatrixRule):
         "weight_decay_mode": "decoupled",
         "split_sizes": None,
         "flatten": False,
+        "skip_nonfinite": False,
         "maximize": False,
         "state_dtype": None,
         "momentum_8bit": False,
@@ -181,6 +182,9 @@ class Muon(RaggedOptimizer):
     matrices in a fused weight. ``flatten``: treat (out, in, ...) as (out, in * ...), otherwise leading dims are a
     stack of matrices.
 
+    ``skip_nonfinite``: leave a parameter with nan or inf in its gradient alone for that step, on all ranks, and warn;
+    otherwise they spread over its matrix, as in torch.
+
     ``momentum_8bit``: keep the momentum of parameters of ``min_8bit_size`` elements or more in 8 bits, in tiles (1.004
     bytes a number; ``policies.muon(block=Block.tile(32, 32))`` keeps the tiles whole).
     """
@@ -203,6 +207,7 @@ class Muon(RaggedOptimizer):
         weight_decay_mode: str = "decoupled",
         split_sizes: Sequence[int] | None = None,
         flatten: bool = False,
+        skip_nonfinite: bool = False,
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
         momentum_8bit: bool = False,
@@ -242,6 +247,7 @@ class NorMuon(RaggedOptimizer):
         weight_decay_mode: str = "decoupled",
         split_sizes: Sequence[int] | None = None,
         flatten: bool = False,
+        skip_nonfinite: bool = False,
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
         momentum_8bit: bool = False,

@@ -136,8 +136,6 @@ def test_maximize_is_minimising_the_negative(name: str) -> None:
     ids=["lambda", "cosine", "onecycle", "cyclic", "plateau", "sequential"],
 )
 def test_schedulers(name: str, tensor_lr: bool, schedule: Any) -> None:
-    if name in ("Shampoo", "SOAP") and tensor_lr:
-        pytest.skip("as the others")
     module = model()
     lr = torch.tensor(0.02) if tensor_lr else 0.02
     optimizer = build(name, module, lr=lr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 import ragged_optim
 from ragged_optim import Block, MatrixRule, ParamPolicy, RaggedOptimizer, StateSpec, policies
 from tests import cluster
-from tests.ragged_optim.models import full, shard
+from tests.ragged_optim.models import digest, full, shard
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -179,6 +180,45 @@ def on_ranks(kind: str) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+def nan_on_one_rank(layout: str, skip: bool) -> list[Any]:
+    mesh = None if layout == "plain" else cluster.mesh((torch.distributed.get_world_size(),))
+    shapes = [(8, 6), (4, 5, 3), (9,)]
+    params = [nn.Parameter(shard(full(s, i), layout, mesh, 3)) for i, s in enumerate(shapes)]
+    optimizer = ragged_optim.Muon([(f"{i}.weight", p) for i, p in enumerate(params)], skip_nonfinite=skip)
+    said = []
+    for step in range(2):
+        for i, (param, s) in enumerate(zip(params, shapes, strict=True)):
+            grad = full(s, 10 * step + i)
+            if step == 1 and i < 2:
+                grad.view(-1)[-1] = float("nan" if i else "inf")
+            param.grad = shard(grad, layout, mesh, 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said.append([str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)])
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in params]
+    return [
+        said,
+        [bool(w.isfinite().all()) for w in whole],
+        [digest(t) for p in params for t in (p, *optimizer.state[p].values())],
+    ]
+
+
+@pytest.mark.parametrize("layout", ["shard0", "ragged"])
+def test_gradients_that_are_not_finite_harm_their_parameter_or_are_skipped_on_all_ranks(layout: str) -> None:
+    said, finite, expected = nan_on_one_rank("plain", True)
+    assert finite == [True] * 3
+    assert said == [
+        [],
+        [f"non-finite gradient: parameter '{i}.weight' and its states are left alone in this step" for i in range(2)],
+    ]
+    for sharded in cluster.run(3, nan_on_one_rank, layout, True):
+        assert [sharded[0][0], sorted(sharded[0][1]), *sharded[1:]] == [*said, finite, expected]
+    # As in torch: a matrix spoils itself, and no other.
+    for sharded in cluster.run(3, nan_on_one_rank, layout, False):
+        assert sharded[1] == [False, False, True]
 
 
 class Tiles(ragged_optim.BlockwiseRule):

@@ -185,8 +185,8 @@ def test_an_argument_that_does_nothing_is_an_error(name: str) -> None:
 
 ADAMW = "adamw_lr adamw_betas adamw_eps adamw_weight_decay orig_param_policy"
 MUON = (
-    "ns_dtype wire_dtype gram weight_decay_mode split_sizes flatten maximize state_dtype momentum_8bit tile "
-    f"min_8bit_size {ADAMW}"
+    "ns_dtype wire_dtype gram weight_decay_mode split_sizes flatten skip_nonfinite maximize state_dtype momentum_8bit "
+    f"tile min_8bit_size {ADAMW}"
 )
 ADAM = "params lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused"
 TORCH_MUON = "params lr weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn"
