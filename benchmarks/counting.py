@@ -36,9 +36,8 @@ class OperationCounter(TorchDispatchMode):
     """Counts, while active, on this rank:
 
     ``operations``        every c10d operation by name, messages (``send``, ``recv_``) included
-    ``collectives``       the same, but broadcasts of one buffer, one from each rank, are one all-gather, a run of sends
-                          and receives, at most one each way with each peer, is one exchange, and so are all messages of
-                          one tag (other than 0)
+    ``collectives``       the same, but broadcasts of one buffer, one from each rank, are one all-gather, and a run of
+                          sends and receives, at most one each way with each peer, is one exchange
     ``collective_bytes``  the larger of what goes in and what comes out of each operation: the full buffer of an
                           all-gather or reduce-scatter, the tensor of an all-reduce, what is sent point to point
                           (receiving adds nothing)
@@ -91,7 +90,6 @@ class _Run:
 
     kind: tuple[Any, ...] | None = None
     seen: set[Any] = field(default_factory=set)
-    tagged: set[tuple[str, int]] = field(default_factory=set)
 
     def starts_anew(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether this operation begins a new collective; keeps what the next call needs to tell."""
@@ -99,11 +97,6 @@ class _Run:
             tensors, group, root = args[:3]
             kind: tuple[Any, ...] | None = (name, _group_name(group), tensors[0].untyped_storage().data_ptr())
             member: Any = root
-        elif name in ("send", "recv_") and args[3]:
-            exchange = (_group_name(args[1]), args[3])
-            anew = exchange not in self.tagged
-            self.tagged.add(exchange)
-            return anew
         elif name in ("send", "recv_"):
             kind, member = ("messages", _group_name(args[1])), (name, args[2])
         else:

@@ -43,6 +43,8 @@ from ragged_shard.pool import Lease, Pool, storage_bytes
 
 _DEBUG = os.environ.get("RAGGED_DEBUG") == "1"
 _issued = itertools.count(1)
+# Forward calls that a bucket remembers at most until a backward enters them.
+_CALLS_KEPT = 256
 
 __all__ = ["Bucket", "BucketParameter", "FlatBuffer"]
 
@@ -228,10 +230,13 @@ class Bucket:
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
         self.outstanding: dict[int, int] = {}
-        self.brings_gradients = False
+        # Of each forward call that backward has not entered yet: the iteration it belongs to.
+        self.calls: dict[int, int] = {}
         # Of each forward call that backward has entered: inputs whose gradient is still to come.
         self.awaited_inputs: dict[int, int] = {}
         self.in_backward = False
+        # Whether a graph task of this backward has come here since the last reduction.
+        self.owes = False
         # Whether an earlier backward left gradients here without reducing them.
         self.unreduced = False
         # Whether this backward is torch.autograd.grad: no gradient will come.
@@ -486,7 +491,7 @@ class Bucket:
         except RuntimeError:
             # torch refuses the question inside torch.autograd.grad, which hands gradients out instead of accumulating.
             self.outstanding[task], self.captured = 0, True
-        self.brings_gradients = self.brings_gradients or self.outstanding[task] > 0
+        self.owes = not self.captured
         self.open_backward()
         return task
 
@@ -498,20 +503,26 @@ class Bucket:
                 for buffer in self.buffers:
                     buffer.adopt_gradients()
 
-    @property
-    def may_reshard(self) -> bool:
-        """Whether no backward node can need the parameters: gradients of parameters and of inputs are all there.
+    def is_left(self, iteration: int) -> bool:
+        """Whether a backward of forwards up to ``iteration`` has left this bucket for good: it has entered all of their
+        calls, and all gradients of parameters and of inputs have come.
 
-        A rank on which this backward brings a trainable bucket no gradient at all waits for its end: other ranks, which
-        use more of it, decide by gradients that this one will never see, and must not gather alone.
+        Ranks may use different parameters, or none, in each call. What they have in common is the calls, so that no
+        rank gathers again, or waits for a reduction, that another does not take part in.
         """
-        decided = not self.trainable or self.brings_gradients
-        return self.reshard_after_backward and decided and self.complete and not self.awaited_inputs
+        entered = not any(of <= iteration for of in self.calls.values())
+        return self.in_backward and entered and not self.awaited_inputs and not any(self.outstanding.values())
 
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient has come that the graph tasks so far will bring."""
-        return self.in_backward and not any(self.outstanding.values())
+    def expect(self, call: int, iteration: int) -> None:
+        """A forward call of ``iteration`` whose output wants a gradient."""
+        if len(self.calls) >= _CALLS_KEPT:
+            # Forwards that no backward follows.
+            del self.calls[next(iter(self.calls))]
+        self.calls[call] = iteration
+
+    def forget_calls(self, iteration: int) -> None:
+        """After a backward of ``iteration``: what it has not entered is not going to be, except for later forwards."""
+        self.calls = {call: of for call, of in self.calls.items() if of > iteration}
 
     @property
     def holds_gradients(self) -> bool:
@@ -548,7 +559,7 @@ class Bucket:
                         parts.append(self._reduce_buffer(buffer, full_grads, place))
                 reductions += together(parts)
             self._reductions = (trainable, reductions)
-        self.reduced, self.unreduced = True, False
+        self.reduced, self.unreduced, self.owes = True, False, False
         self.published = not self._carries
 
     def _take_scratch(self, whole: Sequence[DBuffer]) -> Iterator[Tensor | None]:
@@ -640,10 +651,9 @@ class Bucket:
             buffer.grads = None
         self.unreduced = self.unreduced or (self.in_backward and not self.reduced and not self.captured)
         self.in_backward = False
-        self.reduced = self.published = self.captured = False
+        self.reduced = self.published = self.captured = self.owes = False
         self.outstanding.clear()
         self.awaited_inputs.clear()
-        self.brings_gradients = False
 
     def discard(self) -> None:
         """Back to the resting state, whatever was going on; unreduced gradients are lost."""
@@ -660,6 +670,7 @@ class Bucket:
                 parameter.place.claimed = False
         self.leave_backward(None)
         self.unreduced = False
+        self.calls.clear()
 
     # -- moving --
 

@@ -67,7 +67,7 @@ class State:
         """``hooked``: the modules are copies, and their hooks are already this state's."""
         self.modules = list(modules)
         self.bucket = bucket
-        bucket.on_complete, bucket.on_open = self._gradients_complete, self._gradients_open
+        bucket.on_complete, bucket.on_open = self._gradients_complete, self._memory_wanted
         self.device = device
         self.mp_policy = mp_policy
         # None: as torch, True for all but the root; and, with ours, for all but the bucket that backward starts with.
@@ -77,9 +77,9 @@ class State:
         self.forward_prefetch: list[State] = []
         self.backward_prefetch: list[State] = []
         self._to_run: set[nn.Module] = set()
-        # Of forwards that have begun: the call's number and the autograd nodes of its inputs.
-        self._open: list[tuple[int, list[Node]]] = []
-        self._recomputing: list[tuple[int, list[Node]]] = []
+        # Of forwards that have begun: the call's number and the autograd nodes of its inputs, by tensor.
+        self._open: list[tuple[int, dict[int, Node]]] = []
+        self._recomputing: list[tuple[int, dict[int, Node]]] = []
         for module in () if hooked else self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -145,6 +145,8 @@ class State:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch._C._current_graph_task_id() != -1:
             # An activation checkpoint recomputes: backward will use these parameters at once.
+            if not self.bucket.is_unsharded:
+                self._memory_wanted()
             self.bucket.unshard()
             self.bucket.wait_unshard()
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -180,15 +182,19 @@ class State:
         if output is None and sys.exc_info()[0] is not None:
             self.forward_failed()
             return output
-        call, inputs = self._open.pop()
+        call, watched = self._open.pop()
         self._to_run.discard(module)
         output = self._cast_output(output)
         tensors = list(_differentiable(output)) if torch.is_grad_enabled() else []
         if not self._to_run and not self._open:
             self.bucket.reshard_after_forward = self._reshards()
             self.schedule.after_forward(self.bucket, self._needs_backward(bool(tensors)))
-        for tensor in tensors:
-            tensor.register_hook(functools.partial(self._entered, call, inputs))
+        if tensors:
+            self.bucket.expect(call, self.schedule.iteration)
+            # Inputs handed through, nothing computed: backward leaves (by hooks of the same tensors) as it enters.
+            computed = any(id(tensor) not in watched for tensor in tensors)
+            for tensor in tensors:
+                tensor.register_hook(functools.partial(self._entered, call, watched if computed else None))
         if self.schedule.root is self and not self._open:
             self._finish_groups()
             self.schedule.leave_forward(self)
@@ -231,35 +237,38 @@ class State:
                     found[id(state)] = state
         return list(found.values())
 
-    def _watch_inputs(self, inputs: Any) -> tuple[int, list[Node]]:
+    def _watch_inputs(self, inputs: Any) -> tuple[int, dict[int, Node]]:
         """A number for this call, and the nodes that bring its inputs' gradients, hooked to tell when backward has
         left.
         """
-        call, nodes = next(_calls), []
+        call, nodes = next(_calls), {}
         if torch.is_grad_enabled():
             for tensor in {id(t): t for t in _differentiable(inputs)}.values():
-                nodes.append(get_gradient_edge(tensor).node)
+                nodes[id(tensor)] = get_gradient_edge(tensor).node
                 # Knows the call by its number: a hook that held its own node would never be freed.
                 _hook_first(tensor, functools.partial(self._left, call))
         return call, nodes
 
     # -- backward --
 
-    def _entered(self, call: int, inputs: list[Node], _: Tensor) -> None:
+    def _entered(self, call: int, inputs: dict[int, Node] | None, _: Tensor) -> None:
+        """``inputs``: the nodes that bring the inputs' gradients; ``None``: these are the outputs'."""
         assert self.schedule is not None
-        self.schedule.queue_end_of_backward()
+        self.schedule.enter_backward(self.bucket.calls.pop(call, self.schedule.iteration))
         awaited = self.bucket.awaited_inputs
-        if call not in awaited and (count := sum(map(_will_run, inputs))):
+        if inputs and call not in awaited and (count := sum(map(_will_run, inputs.values()))):
             awaited[call] = count
         self.schedule.before_backward(self.bucket, [s.bucket for s in reversed(self.backward_prefetch)])
+        if inputs is None:
+            self.schedule.after_backward(self.bucket)
 
-    def _gradients_open(self) -> None:
+    def _memory_wanted(self) -> None:
         if self.schedule is not None:
-            self.schedule.before_gradients()
+            self.schedule.before_memory()
 
     def _gradients_complete(self) -> None:
         assert self.schedule is not None
-        self.schedule.gradients_complete(self.bucket)
+        self.schedule.after_backward(self.bucket)
 
     def _left(self, call: int, _: Tensor) -> None:
         awaited = self.bucket.awaited_inputs
@@ -269,7 +278,7 @@ class State:
         if awaited[call] == 0:
             del awaited[call]
             assert self.schedule is not None
-            self.schedule.maybe_reshard(self.bucket)
+            self.schedule.after_backward(self.bucket)
 
     # -- precision --
 

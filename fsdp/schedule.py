@@ -6,10 +6,9 @@ sequence of collectives:
 
     forward    before a bucket computes, the next one of the last iteration's order is already being gathered
     backward   the same in the reverse order of this iteration's forward; on CPU only what the user asks for
-    reduction  in the reverse order in which buckets began their forward, each started when its gradients and those of
-    all
-               before it are complete, at most one in flight; what is still missing at the end (parameters that this
-               rank did not use) is reduced as zeros then
+    reduction  in the reverse order in which buckets began their forward, each started when backward has left it and all
+               before it, at most one in flight; what is still missing at the end is reduced then, and what a rank has
+               no gradient for counts as zero
 """
 
 from __future__ import annotations
@@ -43,6 +42,9 @@ class Schedule:
         # A forward raised since the last reset.
         self.failed = False
         self._records_backward = False
+        # Of forwards; and the one that the backward under way began with.
+        self.iteration = 0
+        self._backward_of = 0
         self._sequence: list[Bucket] = []
         self._last_sequence: list[Bucket] = []
         self._backward_stack: list[Bucket] = []
@@ -67,6 +69,7 @@ class Schedule:
         if self.root is not None:
             return False
         self.root = root
+        self.iteration += 1
         self._records_backward = torch.is_grad_enabled()
         for bucket in self.buckets:
             if not (bucket.pinned or bucket.keeps_unsharded):
@@ -116,13 +119,18 @@ class Schedule:
 
     # -- backward --
 
-    def queue_end_of_backward(self) -> None:
+    def enter_backward(self, iteration: int) -> None:
+        """Called by every module that backward enters; ``iteration``: that of the forward."""
         if not self._callback_queued:
             self._callback_queued = True
+            # Backward begins with the last forward that it covers.
+            self._backward_of = iteration
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
         """Unshard ``bucket`` again and start on the one whose backward comes next."""
+        if not bucket.is_unsharded:
+            self.before_memory()
         if bucket.unshard_in_backward:
             bucket.unshard()
             bucket.wait_unshard()
@@ -137,11 +145,12 @@ class Schedule:
         elif self.prefetches_backward and stack and stack[-1].unshard_in_backward:
             stack[-1].unshard()
 
-    def before_gradients(self) -> None:
-        """A bucket is about to take memory for its unreduced gradients.
+    def before_memory(self) -> None:
+        """In backward a bucket is about to take memory, for parameters or for unreduced gradients.
 
-        On CPU the reduction in flight is finished first, which saves one such buffer: it has had the time since the
-        bucket's backward began. On accelerators waiting here would stall the compute stream.
+        On CPU the reduction in flight is finished first: what it holds is what is asked for now, so the pool need not
+        be larger, and nothing but gloo's thread could have worked on. On accelerators waiting here would stall the
+        compute stream.
         """
         if self.device.type == "cpu":
             self._finish_reductions()
@@ -150,20 +159,21 @@ class Schedule:
         while self._in_flight:
             self._in_flight.pop(0).finish_reduce()
 
-    def gradients_complete(self, bucket: Bucket) -> None:
-        """All gradients of ``bucket`` have come: reduce it when it is its turn, and release its parameters."""
-        if bucket.complete and bucket.trainable and bucket.requires_gradient_sync:
+    def after_backward(self, bucket: Bucket) -> None:
+        """Some gradient of ``bucket`` or of its inputs has come. If it was the last: release its parameters, in whose
+        memory the reduction may receive, and reduce its gradients when it is its turn.
+        """
+        if not bucket.is_left(self._backward_of):
+            return
+        if bucket.reshard_after_backward:
+            bucket.reshard()
+        if bucket.owes and bucket.trainable and bucket.requires_gradient_sync:
             if bucket in self._reduce_order:
                 self._ready.add(bucket)
                 while self._reduce_order and self._reduce_order[0] in self._ready:
                     self._start_reduce(self._reduce_order.pop(0), self._reduce_order)
             else:
                 self._start_reduce(bucket, self._reduce_order)
-        self.maybe_reshard(bucket)
-
-    def maybe_reshard(self, bucket: Bucket) -> None:
-        if bucket.may_reshard:
-            bucket.reshard()
 
     def _start_reduce(self, bucket: Bucket, later: Sequence[Bucket]) -> None:
         """Reduce ``bucket``; ``later`` are those whose turn comes after it in this backward."""
@@ -184,6 +194,7 @@ class Schedule:
         for bucket in self.buckets:
             if bucket.in_backward:
                 bucket.leave_backward(used.get(bucket))
+            bucket.forget_calls(self._backward_of)
             if bucket.reshard_after_backward:
                 bucket.reshard()
         self._backward_stack.clear()
@@ -195,7 +206,7 @@ class Schedule:
         if any(bucket.captured for bucket in self.buckets):
             # torch.autograd.grad: nothing was accumulated, nothing is reduced.
             return []
-        order += [b for b in self.buckets if (b.in_backward or b.unreduced) and not b.reduced and b not in order]
+        order += [b for b in self.buckets if (b.owes or b.unreduced) and b not in order]
         return [bucket for bucket in order if bucket.trainable and bucket.requires_gradient_sync]
 
     def _used_anywhere(self, buckets: list[Bucket]) -> dict[Bucket, list[bool]]:

@@ -29,7 +29,6 @@ from torch import nn
 
 from fsdp.bucket import Bucket
 from fsdp.hooks import State, state_of
-from ragged_shard.collectives import received_at_once
 from ragged_shard.planner import TensorSpec, plan_bucket
 from ragged_shard.pool import Event, Lease, Pool
 
@@ -234,7 +233,7 @@ class _Replay:
                 self.home |= {tensor: len(self.grads) for tensor, _ in plan.starts}
                 self.grads.append(_released(pool, numel * group.reduce_itemsize, "gradients", name))
                 if cluster.gloo:
-                    self.scratch_bytes += received_at_once(plan.shard, ranks) * group.reduce_itemsize
+                    self.scratch_bytes += plan.shard * (ranks - 1) * group.reduce_itemsize
 
 
 def _released(pool: Pool, nbytes: int, label: str, owner: str) -> Lease:

@@ -8,12 +8,11 @@ In place on a flat buffer of one chunk per rank (what the FSDP runtime moves)::
     reduce_scatter_in_place   before: every rank holds its addends    after: chunk k is summed, on rank k, in ``out``
 
 gloo's ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` stage one more full buffer and take 2.5-4 times as long
-as in-place broadcasts and direct messages + sum, so those are what runs on gloo; NCCL's own are in place already.
+as in-place broadcasts and an all-to-all + sum, so those are what runs on gloo; NCCL's own are in place already.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +31,6 @@ __all__ = [
     "all_to_all_v_into",
     "coalesced",
     "exchange",
-    "received_at_once",
     "reduce_scatter_in_place",
     "reduce_scatter_scratch_numel",
 ]
@@ -103,30 +101,12 @@ def all_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending([dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
 
 
-# On gloo a reduction is received in pieces, so that the memory beside the buffer is small: this many, and none below
-# the least number of elements. Up to six cost no CPU time that can be measured, eight do.
-_PIECES, _LEAST = 6, 1 << 14
-# Of each group: how many reductions it has begun, alike on all its ranks. Tag 0 is that of all other messages.
-_TAGS = 1 << 10
-_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _piece(chunk: int) -> int:
-    """Elements of a piece of a chunk; whole cache lines, so that every piece starts as aligned as its chunk."""
-    return min(chunk, max(_LEAST, -(-chunk // _PIECES // 64) * 64))
-
-
-def received_at_once(chunk: int, size: int) -> int:
-    """Elements that ``size - 1`` peers have on their way to a rank during a reduction on gloo."""
-    return _piece(chunk) * (size - 1)
-
-
 def reduce_scatter_scratch_numel(full: Tensor, group: dist.ProcessGroup) -> int:
     """Elements of scratch memory that ``reduce_scatter_in_place`` needs for ``full``: what is received, on gloo."""
     size = group.size()
     if size == 1 or not is_gloo(group, full):
         return 0
-    return received_at_once(full.numel() // size, size)
+    return full.numel() // size * (size - 1)
 
 
 def reduce_scatter_in_place(
@@ -151,12 +131,12 @@ def reduce_scatter_in_place(
     if size == 1 or full.numel() == 0:
         return Pending((), lambda: _combine([own], out, divide_by, accumulate))
     if is_gloo(group, full):
-        return _exchange_in_pieces(full, own, out, group, scratch, divide_by, accumulate)
+        return _reduce_by_exchange(full, own, out, group, scratch, divide_by, accumulate)
     work = dist.reduce_scatter_tensor(own, full, group=group, async_op=True)
     return Pending([work], lambda: _combine([own], out, divide_by, accumulate))
 
 
-def _exchange_in_pieces(
+def _reduce_by_exchange(
     full: Tensor,
     own: Tensor,
     out: Tensor,
@@ -165,46 +145,29 @@ def _exchange_in_pieces(
     divide_by: float,
     accumulate: bool,
 ) -> Pending:
-    """``reduce_scatter_in_place`` by messages. Everything is sent at once; what is received goes through ``scratch``,
-    a piece from each peer, which are added up before the next ones are asked for.
+    """``reduce_scatter_in_place`` on gloo: an all-to-all of the others' chunks into ``scratch``, and a sum.
 
-    No rank can wait for another in a circle: a message is on its way whether or not its sender has begun to receive.
+    An all-to-all sends consecutive memory, so the chunks before and after a rank's own are two (of two ranks, each has
+    one). Messages would be asked for and sent at different times by different ranks, which costs gloo a tenth of a
+    step's CPU time; so would pieces.
     """
     size, rank, n = group.size(), group.rank(), own.numel()
-    # Several reductions may be on their way, and ask for their pieces in turns.
-    tag = _reductions[group] = _reductions.get(group, 0) % _TAGS + 1
-    peers = [(rank + step) % size for step in range(1, size)]
-    length = _piece(n)
-    bounds = [(start, min(start + length, n)) for start in range(0, n, length)]
-    if scratch is None:
-        scratch = full.new_empty(received_at_once(n, size))
-    slots = dict(zip((p for p in range(size) if p != rank), scratch.chunk(size - 1), strict=True))
-
-    def ask(start: int, stop: int) -> list[dist.Work | None]:
-        return [dist.irecv(slot[: stop - start], group=group, group_src=peer, tag=tag) for peer, slot in slots.items()]
-
-    first = ask(*bounds[0])
-    sent = [
-        dist.isend(full[peer * n + start : peer * n + stop], group=group, group_dst=peer, tag=tag)
-        for start, stop in bounds
-        for peer in peers
+    received = full.new_empty(n * (size - 1)) if scratch is None else scratch
+    # How much each rank below, or above, this one sends and gets.
+    below, above = [n] * rank + [0] * (size - rank), [0] * (rank + 1) + [n] * (size - rank - 1)
+    if size == 2:
+        parts = [(received, full[n:], above, above) if rank == 0 else (received, full[:n], below, below)]
+    else:
+        parts = [
+            (received[rank * n :], full[: rank * n], above, below),
+            (received[: rank * n], full[(rank + 1) * n :], below, above),
+        ]
+    works = [
+        dist.all_to_all_single(place, sent, come, go, group=group, async_op=True) for place, sent, come, go in parts
     ]
-
-    def receive() -> None:
-        for index, (start, stop) in enumerate(bounds):
-            _wait_all(ask(start, stop) if index else first)
-            received = [slot[: stop - start] for slot in slots.values()]
-            addends = [*received[:rank], own[start:stop], *received[rank:]]
-            _combine(addends, out[start:stop], divide_by, accumulate)
-        _wait_all(sent)
-
-    return Pending((), receive)
-
-
-def _wait_all(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+    addends = list(received.chunk(size - 1))
+    addends.insert(rank, own)
+    return Pending(works, lambda: _combine(addends, out, divide_by, accumulate))
 
 
 # Elements of the working memory where the sum cannot be made in its place.

@@ -119,8 +119,9 @@ class Pool:
         # On accelerators, who uses a block last would have to leave an event.
         self.lends = _CAN_SWAP and device.type in ("cpu", "meta")
         self._free: dict[int, list[_Block]] = defaultdict(list)
+        # Bytes of the block that only a reduction has asked for.
+        self._scratch = 0
         self._lent: dict[int, list[_Block]] = defaultdict(list)
-        self._scratch: Lease | None = None
 
     def note(self, action: str, label: str, owner: str, nbytes: int) -> None:
         """Put an event on the timeline, if one is kept."""
@@ -132,22 +133,14 @@ class Pool:
         return Lease(self, numel, dtype, label, owner)
 
     def scratch(self, nbytes: int, owner: str = "") -> Lease:
-        """One region of bytes, held, for the reduction in flight (one at a time), as long as the longest asked for."""
-        if self._scratch is not None and self._scratch.held:
-            raise RuntimeError(f"{owner}: the scratch memory of this pool is in use by {self._scratch.owner}")
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            if self._scratch is not None:
-                self._drop(self._scratch.nbytes)
-            self._scratch = Lease(self, _round_up(nbytes), torch.uint8, "scratch", owner)
-        self._scratch.owner = owner
-        self._scratch.acquire()
-        return self._scratch
-
-    def _drop(self, nbytes: int) -> None:
-        """Free one unused block of that size."""
-        if self._free[nbytes]:
-            self._free[nbytes].pop()
-            self.ledger.held -= nbytes
+        """Bytes, held, for a reduction in flight: the smallest free block that has so many, or a new one."""
+        free = [size for size, blocks in self._free.items() if blocks and size >= nbytes]
+        if not free:
+            if self._scratch and self._free[self._scratch]:
+                self._free[self._scratch].pop()
+                self.ledger.held -= self._scratch
+            self._scratch = _round_up(nbytes)
+        return Lease(self, min(free, default=nbytes), torch.uint8, "scratch", owner)
 
     def trim(self) -> None:
         """Free every block that is not in use."""

@@ -46,6 +46,9 @@ class Counted(TorchDispatchMode):
         namespace, name = func.namespace, func._schema.name.split("::")[1]
         if namespace in ("c10d", "_c10d_functional"):
             tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+            if name.startswith("alltoall"):
+                # What this rank sends; others may send it another number of bytes.
+                tensors = tensors[1:2]
             self.collectives.append((name, max((_bytes([t]) for t in tensors), default=0)))
         result = func(*args, **kwargs)
         if name in COPIES.get(namespace, ()):
@@ -64,6 +67,10 @@ class Counted(TorchDispatchMode):
     @property
     def copied_bytes(self) -> int:
         return sum(self.copied.values())
+
+    def reductions(self, ranks: int) -> int:
+        """Reductions of gradient buffers: on gloo each is an all-to-all, or two from three ranks on."""
+        return sum(name.startswith("alltoall") for name, _ in self.collectives) // (1 if ranks == 2 else 2)
 
     def gathers(self, ranks: int, buffers: int = 1) -> float:
         """Gathers of parameter buffers: on gloo each is one broadcast per rank."""
