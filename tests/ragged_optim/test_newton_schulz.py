@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ragged_optim import newton_schulz as ns
 from ragged_optim.newton_schulz import COEFFICIENTS, flops, newton_schulz, schedule, singular_value_range
 from tests.ragged_optim.models import full
 
@@ -138,3 +139,47 @@ def test_flops_count_the_products() -> None:
 def test_bad_coefficients_are_refused(coefficients: object, steps: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule(coefficients, steps)  # type: ignore[arg-type]
+
+
+@given(
+    count=st.integers(1, 6),
+    rows=st.integers(1, 70),
+    cols=st.integers(1, 70),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    name=st.sampled_from(list(COEFFICIENTS)),
+    steps=st.integers(0, 6),
+    gram=st.booleans(),
+)
+def test_matrices_together_have_the_bits_of_each_alone(
+    count: int, rows: int, cols: int, dtype: torch.dtype, name: str, steps: int, gram: bool
+) -> None:
+    matrices = [full((rows, cols), seed).to(dtype) for seed in range(count)]
+    alone = [newton_schulz(matrix, name, steps, gram=gram) for matrix in matrices]
+    for one, together in zip(alone, ns.newton_schulz_all(matrices, name, steps, gram=gram), strict=True):
+        assert torch.equal(one, together)
+
+
+def test_a_device_whose_batched_products_round_otherwise_iterates_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices, real, batched = [full((12, 20), seed) for seed in range(3)], torch.baddbmm, []
+    alone = [newton_schulz(matrix) for matrix in matrices]
+
+    def otherwise(*args: Tensor, out: Tensor, **kwargs: float) -> Tensor:
+        batched.append(args[0].shape)
+        return real(*args, out=out, **kwargs).mul_(1 + 1e-6)
+
+    monkeypatch.setattr(torch, "baddbmm", otherwise)
+    ns._batches_exactly.cache_clear()
+    try:
+        for _ in range(2):
+            found = ns.newton_schulz_all(matrices)
+            assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+        assert len(batched) == 2  # one step, once, to find out
+    finally:
+        ns._batches_exactly.cache_clear()
+
+
+def test_a_result_stays_when_the_next_one_is_computed() -> None:
+    first = newton_schulz(full((6, 8), 0))
+    kept = first.clone()
+    newton_schulz(full((6, 8), 1))
+    assert torch.equal(first, kept)
