@@ -369,9 +369,10 @@ def _chunk(
     # step
     gradient, target = grad.view(-1), param.view(-1)
     if not (w.full and grad.dtype == torch.float32 and not step.l2 and wrong is None):
-        w.g_here.copy_(grad)
-        if step.l2:
-            w.g_here.add_(param, alpha=step.l2)
+        if wrong is None or not step.l2:  # the second time the parameter may have made its step
+            w.g_here.copy_(grad)
+            if step.l2:
+                w.g_here.add_(param, alpha=step.l2)
         if wrong is not None:
             w.g_here.masked_fill_(wrong, 0.0)
         gradient = w.g_flat

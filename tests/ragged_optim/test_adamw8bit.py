@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -132,6 +132,7 @@ def test_the_dynamic_tables_find_what_a_search_finds() -> None:
 
 
 @pytest.mark.skipif(len(KERNELS) < 2, reason="no C++ compiler")
+@example(shape=(64, 64), coupled=True, bad=True, beta1=0.9, format="float", tile=(32, 32))
 @given(
     shape=st.one_of(
         st.tuples(st.integers(1, 3000)),
