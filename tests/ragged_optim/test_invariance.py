@@ -79,14 +79,14 @@ def test_any_shapes_cuts_and_missing_gradients(
         assert got == expected
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("layout", ["shard0", "ragged"])
-def test_hybrid_sharding_ends_alike(mesh_shape: tuple[int, int], layout: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Muon", "NorMuon", "Shampoo", "SOAP"])
+def test_hybrid_sharding_ends_alike(name: str) -> None:
     shapes = [(17, 31), (3, 5, 7), (29,)]
-    expected = run("Muon", shapes)
-    world = mesh_shape[0] * mesh_shape[1]
-    for got in cluster.run(world, run, "Muon", shapes, layout, mesh_shape):
-        assert got == expected
+    expected = run(name, shapes)
+    for mesh_shape in ((2, 1), (1, 2), (2, 2)):
+        for layout in ("shard0", "ragged"):
+            for got in cluster.run(mesh_shape[0] * mesh_shape[1], run, name, shapes, layout, mesh_shape):
+                assert got == expected, (mesh_shape, layout)
 
 
 def test_shards_of_columns_end_alike() -> None:
