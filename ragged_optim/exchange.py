@@ -7,8 +7,8 @@ every rank its shard of the updates; the transfers of the neighbouring batches o
     update   b     ##########
     scatter  b-1       =====>
 
-The shards of a matrix arrive in rank order, which for row shards is the order of its elements: with one matrix per
-owner in a batch, the receive buffer *is* the matrix. Matrices that lie whole on their owner never enter a batch.
+The shards of a matrix arrive in rank order, which for row shards is the order of its elements. What lies at the owner
+already does not travel, and matrices that lie whole there never enter a batch.
 Before the first batch the ranks agree on which gradients exist: one small all-reduce, and none when nothing moves
 (unless gradients that are not finite are to be skipped).
 
@@ -229,23 +229,26 @@ class _Batch:
     def __init__(self, moves: Sequence[_Move], rank: int, size: int) -> None:
         self.moves, self.wire = list(moves), moves[0].of.wire  # in the order of owners
         self.mine = [move for move in moves if move.owner == rank]
-        # What lies here of the matrices, in the order of owners, and how much of it is each owner's.
-        self.here = [(move, fragment) for move in moves if (fragment := move.fragments[rank]) is not None]
-        self.out = [sum(f.numel for move, f in self.here if move.owner == owner) for owner in range(size)]
-        # What lies at each rank of the matrices owned here.
-        self.parts = [
-            [(number, f) for number, move in enumerate(self.mine) if (f := move.fragments[source]) is not None]
-            for source in range(size)
-        ]
-        self.into = [sum(fragment.numel for _, fragment in parts) for parts in self.parts]
-        self.one_in_order = len(self.mine) == 1 and self.mine[0].in_order
-        # Where the fragments of each owned matrix lie in what is received, and in what is sent back.
-        self.places: list[list[tuple[int, Fragment]]] = [[] for _ in self.mine]
+        # What lies here of the others' matrices, in the order of owners, and how much of it is each owner's.
+        here = [(move, fragment) for move in moves if (fragment := move.fragments[rank]) is not None]
+        self.away = [(move, fragment) for move, fragment in here if move.owner != rank]
+        self.out = [sum(f.numel for move, f in self.away if move.owner == owner) for owner in range(size)]
+        # What lies at each rank of the matrices owned here: how much, and where in what is received, and in what is sent
+        # back; ``None`` for what lies here, which does not travel.
+        self.into = [0] * size
+        self.places: list[list[tuple[int | None, Fragment]]] = [[] for _ in self.mine]
         at = 0
-        for parts in self.parts:
-            for number, fragment in parts:
-                self.places[number].append((at, fragment))
-                at += fragment.numel
+        for source in range(size):
+            for places, move in zip(self.places, self.mine, strict=True):
+                fragment = move.fragments[source]
+                if fragment is None:
+                    continue
+                places.append((None if source == rank else at, fragment))
+                if source != rank:
+                    self.into[source] += fragment.numel
+                    at += fragment.numel
+        # Then what is received is the matrix.
+        self.is_matrix = len(self.mine) == 1 and self.mine[0].in_order and self.mine[0].fragments[rank] is None
 
 
 class Exchange:
@@ -377,7 +380,13 @@ class _Gather:
     def __init__(self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live]) -> None:
         self.exchange, self.batch = exchange, batch
         like = live_of[batch.moves[0].of].param
-        parts = [live_of[move.of].take(fragment) for move, fragment in batch.here]
+        parts = [live_of[move.of].take(fragment) for move, fragment in batch.away]
+        self.kept = [
+            live_of[move.of].take(fragment)
+            for move, places in zip(batch.mine, batch.places, strict=True)
+            for at, fragment in places
+            if at is None
+        ]
         # Held until wait(): the transfer reads it.
         self.borrowed = len(parts) != 1
         if self.borrowed:
@@ -398,12 +407,12 @@ class _Gather:
             self.exchange.give_back(self.send)
         del self.send
         batch = self.batch
-        if batch.one_in_order:
+        if batch.is_matrix:
             matrix = batch.mine[0].matrix
             return [self.received.view(matrix.rows, matrix.cols)]
-        matrices = []
+        matrices, kept = [], iter(self.kept)
         for move, places in zip(batch.mine, batch.places, strict=True):
-            parts = [(fragment, self.received[at : at + fragment.numel]) for at, fragment in places]
+            parts = [(f, next(kept) if at is None else self.received[at : at + f.numel]) for at, f in places]
             matrices.append(_assemble(move, parts))
         return matrices
 
@@ -429,7 +438,7 @@ def _cut(update: Tensor, fragment: Fragment) -> Tensor:
 
 
 class _Scatter:
-    """Updates of a batch, computed and on their way back to the shards."""
+    """Updates of a batch, computed, applied to what lies here, and on their way to the other shards."""
 
     def __init__(
         self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live], matrices: Sequence[Tensor]
@@ -440,23 +449,25 @@ class _Scatter:
         numbers = {(move.of, move.index): number for number, move in enumerate(batch.mine)}
         for alike in _alike((live_of[move.of], move.index) for move in batch.mine):
             chosen = [numbers[live.of, index] for live, index in alike]
-            for number, update in zip(chosen, _updates(alike, [matrices[n] for n in chosen]), strict=True):
-                if batch.one_in_order:
-                    self.send.view(update.shape).copy_(update)
-                    continue
+            updates = _updates(alike, [matrices[number] for number in chosen])
+            for (live, index), number, update in zip(alike, chosen, updates, strict=True):
                 for at, fragment in batch.places[number]:
-                    self.send[at : at + fragment.numel].copy_(_cut(update, fragment))
+                    piece = _cut(update, fragment)
+                    if at is None:
+                        live.apply(index, fragment, piece)
+                    else:
+                        self.send[at : at + fragment.numel].copy_(piece)
         self.received = exchange.buffer(sum(batch.out), like, batch.wire)
         self.work = dist.all_to_all_single(
             self.received, self.send, batch.out, batch.into, group=exchange.group, async_op=True
         )
 
     def apply(self) -> None:
-        """Wait, and step what lies here."""
+        """Wait, and step what lies here of the others' matrices."""
         self.work.wait()
         self.exchange.give_back(self.send)
         at = 0
-        for move, fragment in self.batch.here:  # in the order of owners, as sent
+        for move, fragment in self.batch.away:  # in the order of owners, as sent
             self.live_of[move.of].apply(move.index, fragment, self.received[at : at + fragment.numel])
             at += fragment.numel
         self.exchange.give_back(self.received)

@@ -117,8 +117,9 @@ def moving_matrices(count: int, dtype: torch.dtype, wire: torch.dtype | None = N
 def test_two_all_to_alls_a_batch_of_one_matrix_per_owner(dtype: torch.dtype) -> None:
     for calls, sent in cluster.run(2, moving_matrices, 4, dtype):
         assert calls == {"all_to_all_single": 4, "all_reduce": 1}
-        # Two matrices of 16 x 24 a batch: half of each goes out, half of the own update comes back.
-        assert sorted(sent, key=str) == sorted([(384, dtype)] * 4, key=str)
+        # Two matrices of 16 x 24 a batch, one for each owner: half of the other's goes out, and half of the own update.
+        # The other halves are where they are needed.
+        assert sorted(sent, key=str) == sorted([(192, dtype)] * 4, key=str)
 
 
 def test_bf16_on_the_wire_by_option() -> None:
