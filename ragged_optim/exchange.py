@@ -233,8 +233,8 @@ class _Batch:
         here = [(move, fragment) for move in moves if (fragment := move.fragments[rank]) is not None]
         self.away = [(move, fragment) for move, fragment in here if move.owner != rank]
         self.out = [sum(f.numel for move, f in self.away if move.owner == owner) for owner in range(size)]
-        # What lies at each rank of the matrices owned here: how much, and where in what is received, and in what is sent
-        # back; ``None`` for what lies here, which does not travel.
+        # What lies at each rank of the matrices owned here: how much, and where in what is received (and sent back);
+        # ``None`` for what lies here, which does not travel.
         self.into = [0] * size
         self.places: list[list[tuple[int | None, Fragment]]] = [[] for _ in self.mine]
         at = 0
