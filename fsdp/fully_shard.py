@@ -113,21 +113,27 @@ def fully_shard(
         ValueError: a module sharded twice, a parameter tied to one in another bucket, a mesh without this rank or of
             more than two dimensions, a block that does not fit its parameter, layouts that differ between ranks.
         NotImplementedError: what docs/fsdp.md lists as not there.
-        TypeError: a policy that returns no ParamPolicy.
+        TypeError: no module, no mesh, a policy that returns no ParamPolicy.
     """
-    if not isinstance(module, (nn.Module, list, tuple)):
-        raise TypeError(f"fully_shard takes a module or a list of modules, got {module!r}")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh('cuda', (8,)), got {mesh!r}")
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    modules = list(module) if isinstance(module, (list, tuple)) else [cast(nn.Module, module)]
+    wrong: Exception | None = None
+    given: object = mesh
+    if given is not None and not isinstance(given, DeviceMesh):
+        wrong = TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh('cuda', (8,)), got {given!r}")
+        if not dist.is_initialized():
+            raise wrong
+        # Other ranks may have passed a mesh, and wait to compare notes: most likely over all ranks.
+        mesh = None
     mesh = mesh if mesh is not None else _default_mesh()
     whole_mesh = mesh
-    if dp_mesh_dims is not None:
+    if dp_mesh_dims is not None and wrong is None:
         mesh = _data_parallel(mesh, tuple(dp_mesh_dims.replicate_names), tuple(dp_mesh_dims.shard_names))
     data_dims = () if dp_mesh_dims is None else (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
     found: list[_Found] = []
 
     def plan() -> str:
+        if wrong is not None:
+            raise wrong
         _validate(modules, mesh, reshard_after_forward)
         mesh_of = functools.partial(_mesh_of, mesh, shard_placement_fn)
         inspect = functools.partial(_inspect, mesh_of, whole_mesh, data_dims, orig_param_policy)
@@ -340,7 +346,7 @@ def _outer(name: str, parameter: DTensor, mesh: DeviceMesh) -> Outer:
         )
     try:
         both = DeviceMesh._concatenate([mesh, other])
-    except Exception as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"parameter {name!r} is a DTensor on {other}, which is no part of the same mesh as {mesh} ({error}); "
             f"make one mesh with init_device_mesh and pass its data-parallel dimension to fully_shard"

@@ -192,6 +192,20 @@ def test_a_mesh_that_is_none() -> None:
         assert message.startswith(("TypeError", "ValueError")) and "mesh" in message.lower() and "'cpu'" in message
 
 
+def wrong_on_one_rank(what: str) -> str:
+    here = dist.get_rank() == 1
+    module = "blocks" if here and what == "module" else Mlp()
+    mesh = "cpu" if here and what == "mesh" else init_device_mesh("cpu", (dist.get_world_size(),))
+    return message_of(fully_shard, module, mesh=mesh)
+
+
+@pytest.mark.parametrize(("what", "word"), [("module", "'blocks'"), ("mesh", "'cpu'")])
+def test_a_wrong_type_on_one_rank_is_an_error_on_all(what: str, word: str) -> None:
+    """It was an error there, while the others waited to compare notes."""
+    for message in cluster.run(2, wrong_on_one_rank, what):
+        assert message.startswith("TypeError") and word in message
+
+
 # ---- modules ----
 
 
