@@ -13,7 +13,7 @@ from tests.fsdp.modules import WIDTH, Half, squares
 from tests.fsdp.reference import step, twins
 
 
-def halves(uses: list[tuple[str, str]]) -> list[str]:
+def halves(uses: list[tuple[str, str]], accumulate: bool = False) -> list[str]:
     """``uses[step][rank]`` says which layers of the first and third block this rank runs."""
 
     class Model(nn.Module):
@@ -34,6 +34,11 @@ def halves(uses: list[tuple[str, str]]) -> list[str]:
         for model in (sharded, plain):
             for index, block in enumerate(model.blocks):
                 block.use = use[rank] if index != 1 else "both"
+        if accumulate:
+            sharded.set_requires_gradient_sync(False)
+            for model in (sharded, plain):
+                squares(model, number + 50).backward()
+            sharded.set_requires_gradient_sync(True)
         found += [
             f"step {number}: {d}"
             for d in step(sharded, plain, lambda m, n=number: squares(m, n), optimizers, tolerance=0.0)
@@ -48,4 +53,6 @@ def test_gradients_of_a_conditional_module_do_not_hang() -> None:
 
 def test_gradients_of_a_module_without_a_graph_on_one_rank_do_not_hang() -> None:
     """One rank's first block has nothing to differentiate at all; the other's has."""
-    assert cluster.run(2, halves, [("both", "none"), ("none", "both"), ("both", "both")]) == [[], []]
+    for accumulate in (False, True):
+        uses = [("both", "none"), ("none", "both"), ("both", "both")]
+        assert cluster.run(2, halves, uses, accumulate) == [[], []]

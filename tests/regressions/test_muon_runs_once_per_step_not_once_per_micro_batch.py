@@ -22,13 +22,17 @@ def trained(micro_batches: int) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
     model = shard_children(Stack())
     optimizer = Muon(model.named_parameters(), orig_param_policy=policies.muon(), lr=0.02)
-    original, calls = MuonRule.update, []
+    one, many, calls = MuonRule.update, MuonRule.update_all, []
 
     def counted(self: MuonRule, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1 if matrix.ndim == 2 else len(matrix))
-        return original(self, matrix, *args, **kwargs)
+        calls.append(1)
+        return one(self, matrix, *args, **kwargs)
 
-    MuonRule.update = counted
+    def counted_together(self: MuonRule, matrices: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(matrices))
+        return many(self, matrices, *args, **kwargs)
+
+    MuonRule.update, MuonRule.update_all = counted, counted_together
     try:
         for step in range(2):
             generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -38,7 +42,7 @@ def trained(micro_batches: int) -> tuple[list[torch.Tensor], int]:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        MuonRule.update = original
+        MuonRule.update, MuonRule.update_all = one, many
     total = torch.tensor(sum(calls))
     dist.all_reduce(total)
     return [full(p) for p in model.parameters()], int(total)
