@@ -115,19 +115,21 @@ def _placed(spec: Any, placements: Any) -> Any:
 
 def _redistribute(stock: Any) -> Any:
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if placements is None or not _ragged((*placements, *self.placements)):
+            return stock(self, device_mesh, placements, **options)
+        from ragged_shard.redistribute import check_route, redistribute_local
+
+        if any(p.is_partial() for p in placements):
+            check_route(tuple(self.shape), tuple(self.device_mesh.shape), self.placements, tuple(placements))
         if (
-            placements is None
-            or (self.requires_grad and torch.is_grad_enabled())
+            (self.requires_grad and torch.is_grad_enabled())
             or any(value is not None for name, value in options.items() if name != "async_op")
             or (device_mesh is not None and device_mesh is not self.device_mesh)
-            or not _ragged((*placements, *self.placements))
             or any(p.is_partial() or getattr(p, "dim", 0) < 0 for p in placements)
             or funcol._are_we_tracing()
             or torch._C._are_functorch_transforms_active()
         ):
             return stock(self, device_mesh, placements, **options)
-        from ragged_shard.redistribute import redistribute_local
-
         target = _placed(self._spec, tuple(placements))
         local = redistribute_local(self._local_tensor, self._spec, target, async_op=options.get("async_op", False))
         return DTensor(local, target, requires_grad=False)

@@ -40,6 +40,7 @@ from ragged_shard.placement import Box, RaggedShard, Region, Shape, check_placem
 
 __all__ = [
     "bytes_received",
+    "check_route",
     "distribute",
     "piece_of",
     "plan_exchange",
@@ -323,7 +324,7 @@ def _check_orders(current: DTensorSpec, target: DTensorSpec) -> None:
             raise NotImplementedError(f"a RaggedShard with the shard order {spec.shard_order} is not supported")
 
 
-def _validate(shape: Shape, mesh_shape: Shape, before: Placements, after: Placements) -> None:
+def check_route(shape: Shape, mesh_shape: Shape, before: Placements, after: Placements) -> None:
     """Raise on every rank alike, before any communication, when either layout cannot be or cannot be reached."""
     check_placements(shape, mesh_shape, before)
     check_placements(shape, mesh_shape, after)
@@ -393,9 +394,9 @@ class Route:
 
 @lru_cache(maxsize=8192)
 def _route(mesh: DeviceMesh, here: Shape | None, shape: Shape, before: Placements, after: Placements) -> Route:
-    """The route of the rank at ``here``; raises as ``_validate`` (errors are not remembered, so they come again)."""
+    """The route of the rank at ``here``; raises as ``check_route`` (errors are not remembered, so they come again)."""
     mesh_shape = tuple(mesh.shape)
-    _validate(shape, mesh_shape, before, after)
+    check_route(shape, mesh_shape, before, after)
     # Replicate -> Partial is a local division; until then the dim is Replicate.
     divided = tuple(
         (i, q)
