@@ -194,7 +194,12 @@ class State:
             # Inputs handed through, nothing computed: backward leaves (by hooks of the same tensors) as it enters.
             computed = any(id(tensor) not in watched for tensor in tensors)
             for tensor in tensors:
-                tensor.register_hook(functools.partial(self._entered, call, watched if computed else None))
+                hook = functools.partial(self._entered, call, watched if computed else None)
+                if id(tensor) in watched:
+                    # Also the output of the module before, which backward enters after this one.
+                    _hook_first(tensor, hook)
+                else:
+                    tensor.register_hook(hook)
         if self.schedule.root is self and not self._open:
             self._finish_groups()
             self.schedule.leave_forward(self)

@@ -129,21 +129,37 @@ class Schedule:
 
     def before_backward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
         """Unshard ``bucket`` again and start on the one whose backward comes next."""
-        if not bucket.is_unsharded:
-            self.before_memory()
-        if bucket.unshard_in_backward:
-            bucket.unshard()
-            bucket.wait_unshard()
-        bucket.enter_backward()
         stack = self._backward_stack
         if bucket in stack:
-            while stack.pop() is not bucket:
-                pass
+            while (other := stack.pop()) is not bucket:
+                other.enter_backward()
+                self._pass_by(other, any(other.outstanding.values()))
+        self._gather_in_backward(bucket)
+        bucket.enter_backward()
         if prefetch:
             for other in prefetch:
                 other.unshard()
         elif self.prefetches_backward and stack and stack[-1].unshard_in_backward:
             stack[-1].unshard()
+
+    def _gather_in_backward(self, bucket: Bucket) -> None:
+        if not bucket.is_unsharded:
+            self.before_memory()
+        if bucket.unshard_in_backward:
+            bucket.unshard()
+            bucket.wait_unshard()
+
+    def _pass_by(self, bucket: Bucket, awaited: bool = False) -> None:
+        """Backward does not enter ``bucket`` on this rank, where its forward computed nothing that the loss depends on,
+        but may on others: gather and reduce it when they do. ``awaited``: a gradient will come here all the same.
+        """
+        self._gather_in_backward(bucket)
+        if awaited or bucket.captured:
+            return
+        bucket.forget_calls(self._backward_of)
+        bucket.open_backward()
+        bucket.owes = True
+        self.after_backward(bucket)
 
     def before_memory(self) -> None:
         """In backward a bucket is about to take memory, for parameters or for unreduced gradients.
@@ -184,6 +200,8 @@ class Schedule:
     def end_backward(self) -> None:
         """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
         self._callback_queued = False
+        while self._backward_stack and not any(bucket.captured for bucket in self.buckets):
+            self._pass_by(self._backward_stack.pop())
         owing = self._owing()
         for position, bucket in enumerate(owing):
             bucket.open_backward()
