@@ -260,12 +260,13 @@ class State:
         """``inputs``: the nodes that bring the inputs' gradients; ``None``: these are the outputs'."""
         assert self.schedule is not None
         self.schedule.enter_backward(self.bucket.calls.pop(call, self.schedule.iteration))
+        if inputs is None:
+            # Passed by. Not now: gradients of modules behind this one may still be to come (Schedule._pass_by).
+            return
         awaited = self.bucket.awaited_inputs
-        if inputs and call not in awaited and (count := sum(map(_will_run, inputs.values()))):
+        if call not in awaited and (count := sum(map(_will_run, inputs.values()))):
             awaited[call] = count
         self.schedule.before_backward(self.bucket, [s.bucket for s in reversed(self.backward_prefetch)])
-        if inputs is None:
-            self.schedule.after_backward(self.bucket)
 
     def _memory_wanted(self) -> None:
         if self.schedule is not None:

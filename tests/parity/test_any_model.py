@@ -26,11 +26,11 @@ from tests import cluster
 from tests.fsdp.reference import Masters, average_gradients, differences, full
 
 WIDTH = 4
-KINDS = ("linear", "wide", "tied", "scaled", "half", "odd")
+KINDS = ("linear", "wide", "tied", "scaled", "half", "idle", "odd")
 
 
 class Unit(nn.Module):
-    """One block. ``half`` runs one of its two layers, which one depends on the rank and the step."""
+    """One block. Which of its two layers ``half`` runs, and whether ``idle`` runs any, depends on rank and step."""
 
     def __init__(self, kind: str, checkpointed: str) -> None:
         super().__init__()
@@ -49,6 +49,8 @@ class Unit(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         if self.kind == "half":
             return (self.a if (dist.get_rank() + self.step) % 3 else self.b)(x).relu()
+        if self.kind == "idle" and (dist.get_rank() + self.step) % 2:
+            return x
         y = self.b(self.a(x).relu())
         if self.kind == "scaled":
             y = y * self.scale
@@ -98,6 +100,8 @@ class Case:
     synchronise: str
     forwards: int
     evaluate: str
+    # Whether the model's input wants a gradient.
+    differentiable: bool
 
 
 def integers(model: nn.Module, seed: int) -> None:
@@ -174,7 +178,7 @@ def run(case: Case, hybrid: bool, oracle: str) -> list[str]:
                     last = micro == case.micro_batches - 1
                     one.set_requires_gradient_sync(last or case.synchronise == "each")
                 dtype = torch.bfloat16 if case.low and one is plain else torch.float32
-                losses = [loss_of(one, step, 10 * micro + number, dtype) for number in range(case.forwards)]
+                losses = [loss_of(one, case, step, 10 * micro + number, dtype) for number in range(case.forwards)]
                 evaluated(one, case, step, dtype)
                 sum(losses[1:], start=losses[0]).backward()
         average_gradients(reference, 1.0 if oracle == "plain" else None)
@@ -191,9 +195,9 @@ def run(case: Case, hybrid: bool, oracle: str) -> list[str]:
     return found
 
 
-def loss_of(model: nn.Module, step: int, number: int, dtype: torch.dtype) -> Tensor:
+def loss_of(model: nn.Module, case: Case, step: int, number: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    x = torch.randint(-1, 2, (2, WIDTH), generator=generator).float().requires_grad_()
+    x = torch.randint(-1, 2, (2, WIDTH), generator=generator).float().requires_grad_(case.differentiable)
     # Cast below the leaf, as mixed precision casts a model's inputs.
     return model(x.to(dtype), step).sum()
 
@@ -220,7 +224,7 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
     checkpoints = st.sampled_from(["none", "none", "reentrant", "non-reentrant"])
     units = tuple((draw(st.sampled_from(kinds)), draw(checkpoints)) for _ in range(depth))
     wrap = tuple(draw(st.sampled_from(["own", "own", "pair", "root"])) for _ in range(depth))
-    names = [n for n, _ in Model(Case(units, wrap, *[None] * 12)).named_parameters()]  # type: ignore[arg-type]
+    names = [n for n, _ in Model(Case(units, wrap, *[None] * 13)).named_parameters()]  # type: ignore[arg-type]
     frozen = draw(st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(names), max_size=4)))
     skipped = frozenset()
     repeated = -1
@@ -245,6 +249,8 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
         synchronise=draw(st.sampled_from(["last", "each"])),
         forwards=draw(st.sampled_from([1, 1, 2])),
         evaluate=draw(st.sampled_from(["never", "never", "no_grad", "inference"])),
+        # A reentrant checkpoint of inputs without gradient has none for its parameters either.
+        differentiable=any(how == "reentrant" for _, how in units) or draw(st.booleans()),
     )
 
 
