@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -228,6 +228,9 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
     frozen = draw(st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(names), max_size=4)))
     skipped = frozenset()
     repeated = -1
+    # Where ranks differ in which of several forwards pass a module by, their backwards meet modules in different orders,
+    # and so do their collectives (docs/fsdp.md).
+    forwards = 1 if any(kind == "idle" for kind, _ in units) else draw(st.sampled_from([1, 1, 2]))
     # A list of modules runs as a whole or not at all.
     if "pair" not in wrap:
         skipped = draw(st.frozensets(st.tuples(st.integers(0, depth - 1), st.integers(0, 1)), max_size=1))
@@ -247,7 +250,7 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
         repeated=repeated,
         micro_batches=draw(st.integers(1, 2)),
         synchronise=draw(st.sampled_from(["last", "each"])),
-        forwards=draw(st.sampled_from([1, 1, 2])),
+        forwards=forwards,
         evaluate=draw(st.sampled_from(["never", "never", "no_grad", "inference"])),
         # A reentrant checkpoint of inputs without gradient has none for its parameters either.
         differentiable=any(how == "reentrant" for _, how in units) or draw(st.booleans()),
@@ -259,11 +262,17 @@ def check(world_size: int, case: Case, hybrid: bool, oracle: str) -> None:
     assert cluster.run(world_size, partial(run, case, hybrid, oracle)) == [[]] * world_size
 
 
+# An example takes seconds: a third of what the profile asks for.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
+
+
+@FEWER
 @given(case=cases(KINDS, "plain"), world=st.sampled_from([1, 2, 3, 4, (2, 2)]))
 def test_gradients_of_any_model_are_those_of_plain_data_parallelism(case: Case, world: Any) -> None:
     check(4 if world == (2, 2) else world, case, world == (2, 2), "plain")
 
 
+@FEWER
 @given(case=cases(("linear", "wide", "tied"), "fsdp2"), world=st.sampled_from([2, 4]))
 def test_gradients_of_any_model_are_those_of_fsdp2(case: Case, world: int) -> None:
     """Without evaluation under inference_mode, after which FSDP2 cannot train."""
