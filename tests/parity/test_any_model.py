@@ -228,7 +228,7 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
     frozen = draw(st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(names), max_size=4)))
     skipped = frozenset()
     repeated = -1
-    # Where ranks differ in which of several forwards pass a module by, their backwards meet modules in different orders,
+    # Where ranks differ in which of several forwards pass a module by, their backwards meet modules in other orders,
     # and so do their collectives (docs/fsdp.md).
     forwards = 1 if any(kind == "idle" for kind, _ in units) else draw(st.sampled_from([1, 1, 2]))
     # A list of modules runs as a whole or not at all.
