@@ -219,6 +219,8 @@ class Bucket:
         # reshard.
         self.pinned = False
         self.keeps_unsharded = False
+        # Modules with buckets of their own lie within this one's.
+        self.encloses_others = False
 
         self.is_unsharded = False
         self._gathers: list[Pending] = []
@@ -502,6 +504,13 @@ class Bucket:
             with torch.no_grad():
                 for buffer in self.buffers:
                     buffer.adopt_gradients()
+
+    @property
+    def outlasts_its_gradients(self) -> bool:
+        """Whether backward may read these parameters after their last gradient: a frozen one, on the way to the
+        gradients of an enclosed module. The same on every rank.
+        """
+        return self.encloses_others and not all(p.sharded.requires_grad for b in self.buffers for p in b.parameters)
 
     def is_left(self, iteration: int) -> bool:
         """Whether a backward of forwards up to ``iteration`` has left this bucket for good: it has entered all of their

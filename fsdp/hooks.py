@@ -137,6 +137,8 @@ class State:
             state.bucket.name = name
             self.schedule.add(state.bucket)
         self.schedule.add(self.bucket)
+        for state in self._below:
+            state.bucket.encloses_others = len(state._below) > 1
         return self.schedule
 
     # -- forward --

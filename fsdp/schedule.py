@@ -181,7 +181,7 @@ class Schedule:
         """
         if not bucket.is_left(self._backward_of):
             return
-        if bucket.reshard_after_backward:
+        if bucket.reshard_after_backward and not bucket.outlasts_its_gradients:
             bucket.reshard()
         if bucket.owes and bucket.trainable and bucket.requires_gradient_sync:
             if bucket in self._reduce_order:
