@@ -72,7 +72,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
             home = params.dtensor(index)
             sharded = nn.Parameter(home, requires_grad=parameter.sharded.requires_grad)
             # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
-            sharded._local_tensor = home._local_tensor  # type: ignore[attr-defined]
+            sharded._local_tensor = home._local_tensor  # type: ignore[attr-defined]  # a DTensor
             for attribute, value in parameter.sharded.__dict__.items():
                 if attribute not in sharded.__dict__:
                     setattr(sharded, attribute, copy.deepcopy(value, memo))
@@ -97,7 +97,8 @@ def _finish(
     for buffer in buffers:
         for parameter in buffer.parameters:
             parameter.places = [(memo[id(module)], attribute) for module, attribute in parameter.places]
-    copied.__init__(  # type: ignore[misc]
+    State.__init__(
+        copied,
         modules,
         _bucket_over(buffers, state.bucket),
         state.device,

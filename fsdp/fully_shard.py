@@ -150,7 +150,7 @@ def fully_shard(
     agree(mesh, "fully_shard", plan)
     for other in dict.fromkeys(group.mesh for group in groups if group.mesh != mesh):
         there = [group for group in groups if group.mesh == other]
-        agree(other, "fully_shard", lambda there=there: "\n".join(group.describe() for group in there))  # type: ignore[misc]
+        agree(other, "fully_shard", functools.partial(_described, there))
 
     device = _device_of(mesh)
     buffers = [buffer for group in groups for buffer in group.build(device, offload_policy)]
@@ -172,6 +172,10 @@ def fully_shard(
         m.__class__ = fsdp_class(cast(Any, type(m)))
     sharded = cast("list[FSDPModule]", modules)
     return sharded[0] if isinstance(module, nn.Module) else sharded
+
+
+def _described(groups: list[_Group]) -> str:
+    return "\n".join(group.describe() for group in groups)
 
 
 def _default_mesh() -> DeviceMesh:
@@ -312,7 +316,7 @@ def _mesh_of(
     answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
     placement, own = answer, mesh
     if hasattr(answer, "mesh_info"):
-        placement, own = answer.placement, answer.mesh_info.mesh  # type: ignore[attr-defined]
+        placement, own = answer.placement, answer.mesh_info.mesh  # type: ignore[attr-defined]  # newer torch's result
     if placement is not None and placement != Shard(0):
         raise ValueError(
             f"shard_placement_fn returned {answer!r} for {name!r}; parameters are cut along their flattened elements: "
@@ -452,7 +456,7 @@ def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:
         local.view(-1).copy_(flat[base + lo - start : base + hi - start])
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
-    sharded._local_tensor = local  # type: ignore[attr-defined]
+    sharded._local_tensor = local  # type: ignore[attr-defined]  # a DTensor
     for attribute, value in original.__dict__.items():
         setattr(sharded, attribute, value)
     for module, attribute in member.places:

@@ -266,7 +266,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             raise
         return state.post_forward(module, args, kwargs, output)
 
-    method.of_fsdp = original  # type: ignore[attr-defined]
+    method.of_fsdp = original  # type: ignore[attr-defined]  # a mark for deepcopy
     setattr(module, method_name, method)
 
 

@@ -118,7 +118,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     place = _place(weight)
     if place is None or input.dim() < 2 or weight.dim() != 2 or input.dtype != weight.dtype or input.is_sparse:
         return NotImplemented
-    return _Linear.apply(input, weight, bias, place, _own_place(bias))  # type: ignore[no-untyped-call]
+    return _Linear.apply(input, weight, bias, place, _own_place(bias))  # type: ignore[no-untyped-call]  # torch's
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
@@ -127,7 +127,7 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
         return NotImplemented
     stacks = other.dim() == input.dim() == 3 and input.shape[0] == other.shape[0]
     if stacks or (other.dim() == 2 and input.dim() >= 2):
-        return _Matmul.apply(input, other, place)  # type: ignore[no-untyped-call]
+        return _Matmul.apply(input, other, place)  # type: ignore[no-untyped-call]  # torch's
     return NotImplemented
 
 
@@ -151,7 +151,7 @@ def _grouped(
         or input.device.type != "cpu"
     ):
         return NotImplemented
-    return _GroupedMatmul.apply(input, other, offs, place)  # type: ignore[no-untyped-call]
+    return _GroupedMatmul.apply(input, other, offs, place)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _embedding(
@@ -168,7 +168,7 @@ def _embedding(
         return NotImplemented
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return _Embedding.apply(input, weight, padding_idx, place)  # type: ignore[no-untyped-call]
+    return _Embedding.apply(input, weight, padding_idx, place)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _transpose(input: Tensor, dim0: int, dim1: int) -> Any:
@@ -225,8 +225,8 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     Tensor.transpose: _transpose,
     torch.t: _matrix,
     Tensor.t: _matrix,
-    Tensor.T.__get__: _matrix,  # type: ignore[attr-defined]
-    Tensor.mT.__get__: _last_two,  # type: ignore[attr-defined]
+    Tensor.T.__get__: _matrix,  # type: ignore[attr-defined]  # the property's getter
+    Tensor.mT.__get__: _last_two,  # type: ignore[attr-defined]  # the property's getter
     torch.unbind: _unbind,
     Tensor.unbind: _unbind,
     torch.select: _select,
@@ -401,7 +401,7 @@ def _slices_of(weight: Tensor) -> _Slices | None:
     slices = None if place.slices is None else place.slices()
     if slices is None or slices.stack.tried:
         stack = _Stack(place)
-        slices = _Slices(stack, _Unbind.apply(weight, stack))  # type: ignore[no-untyped-call]
+        slices = _Slices(stack, _Unbind.apply(weight, stack))  # type: ignore[no-untyped-call]  # torch's
         place.slices = weakref.ref(slices)
     return slices
 

@@ -205,7 +205,7 @@ def _scratch(
         found = tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
         if device.type == "cpu":
             _KEPT.views[key] = found
-    return found  # type: ignore[return-value]
+    return found  # type: ignore[return-value]  # as many as asked for
 
 
 @functools.lru_cache(maxsize=1024)
