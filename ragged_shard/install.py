@@ -288,16 +288,12 @@ def _distribute_tensors(stock: Any) -> Any:
     return distribute_tensors
 
 
-def _offload_tensor(stock: Any) -> Any:
-    def _offload_tensor(self: Any, x: Any, memo: Any, *rest: Any, **options: Any) -> Any:
-        if not (isinstance(x, DTensor) and _ragged(x.placements)):
-            return stock(self, x, memo, *rest, **options)
-        # The stager tells a wrapper by its address 0; a wrapper of a local tensor with an offset has another one.
-        local = stock(self, x._local_tensor, memo, *rest, **options)
-        copy = memo[id(x)] = DTensor(local, x._spec, requires_grad=x.requires_grad)
-        return copy
+def _data_ptr(stock: Any) -> Any:
+    def data_ptr(self: Any) -> int:
+        # torch knows a wrapper by its address 0, but gives it the offset of its local tensor.
+        return 0 if _ragged(self.placements) else stock(self)
 
-    return _offload_tensor
+    return data_ptr
 
 
 _TENSOR = "torch.distributed.tensor."
@@ -445,12 +441,10 @@ HOOKS: tuple[Hook, ...] = (
         why="set_model_state_dict(full_state_dict=True) would slice a shard that is several boxes",
     ),
     Hook(
-        "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
-        ("self", "x", "memo"),
-        _offload_tensor,
-        optional=True,
-        passes_on=True,
-        why="async_save would take a DTensor whose shard lies inside a flat buffer for a plain tensor",
+        _TENSOR + "_api:DTensor.data_ptr",
+        (),
+        _data_ptr,
+        "deepcopy, torch.save and async_save would read memory that a DTensor whose shard lies inside a flat buffer lacks",
     ),
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import subprocess
 import sys
 import tempfile
 import textwrap
+from copy import deepcopy
 from unittest import mock
 
 import pytest
@@ -159,16 +161,25 @@ def compiles_again_for_another_shape():
         assert torch.equal(run(x), full * 2)
 
 
-def stages_a_view():
-    """What async_save does with a shard that lies inside a flat buffer, as those of fully_shard do."""
+def copies_a_view():
+    """A shard that lies inside a flat buffer, as those of fully_shard do: deepcopy, torch.save, async_save."""
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
     flat = torch.zeros(3 + held(ROWS).numel())
     local = flat[3:].view(held(ROWS).shape).copy_(held(ROWS))
-    x = DTensor.from_local(local, cluster.mesh((2,)), [ROWS], shape=FULL.shape, stride=FULL.stride())
-    staged = StateDictStager(pin_memory=False, share_memory=False).stage({"x": x})["x"]
+    x = nn.Parameter(DTensor.from_local(local, cluster.mesh((2,)), [ROWS], shape=FULL.shape, stride=FULL.stride()))
+    x.grad = x.detach() * 2
+    file = io.BytesIO()
+    torch.save({"x": x.detach(), "parameter": x}, file)
+    copy = deepcopy(x)
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage({"x": x.detach()})["x"]
     local.zero_()
-    assert isinstance(staged, DTensor) and torch.equal(staged.to_local(), held(ROWS))
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for found in (copy, copy.grad / 2, staged, loaded["x"], loaded["parameter"]):
+        assert isinstance(found, DTensor) and found.placements == (ROWS,)
+        assert torch.equal(found.to_local(), held(ROWS))
+    assert isinstance(copy, nn.Parameter) and isinstance(loaded["parameter"], nn.Parameter) and copy.requires_grad
 
 
 SCENARIOS = {
@@ -188,7 +199,7 @@ SCENARIOS = {
     "__create_chunk_list__": checkpoint,
     "__get_tensor_shard__": checkpoint,
     "_distribute_tensors": sets_a_full_state,
-    "StateDictStager._offload_tensor": stages_a_view,
+    "DTensor.data_ptr": copies_a_view,
     "DTensor._stable_hash_for_caching": has_a_key_of_its_own,
     "DTensorSpec._check_equals": compiles_again_for_another_shape,
 }
