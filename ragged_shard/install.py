@@ -444,7 +444,7 @@ HOOKS: tuple[Hook, ...] = (
         _TENSOR + "_api:DTensor.data_ptr",
         (),
         _data_ptr,
-        "deepcopy, torch.save and async_save would read memory that a DTensor whose shard lies inside a flat buffer lacks",
+        "deepcopy, torch.save and async_save would look for memory in a DTensor whose shard lies inside a flat buffer",
     ),
 )
 
