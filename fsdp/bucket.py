@@ -170,9 +170,13 @@ class FlatBuffer:
     def publish(self, index: int) -> None:
         """Show the reduced gradient on the parameter."""
         sharded = self.parameters[index].sharded
-        if sharded.grad is None:
-            assert self.grads is not None
+        assert self.grads is not None
+        shown = sharded.grad
+        if shown is None or buffer_of(shown) != (self.grads, index):
             sharded.grad = self.grads.dtensor(index)
+            if shown is not None:
+                # Autograd made it in this backward: the loss has a term of the sharded parameters themselves.
+                sharded.grad.add_(shown)
         _run_hooks(sharded)
 
 

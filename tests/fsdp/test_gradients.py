@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp import fully_shard
 from tests import cluster
@@ -104,6 +105,39 @@ def communication_of_micro_batches() -> list[int]:
 def test_an_unsynchronised_backward_reduces_nothing() -> None:
     for sends in cluster.run(2, communication_of_micro_batches):
         assert sends[:2] == [0, 0] and sends[2] > 0
+
+
+# ---- gradients that autograd makes of the sharded parameters themselves ----
+
+
+def penalised(before: bool, micro_batches: int) -> list[str]:
+    """A loss with a penalty of all weights, computed before or after the forward."""
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        weights = [*model.parameters()]
+        first = None if before else squares(model, number)
+        penalty = sum(p.square().sum() + p.sum() for p in weights)
+        if isinstance(penalty, DTensor):
+            penalty = penalty.full_tensor()
+        return (squares(model, number) if first is None else first) + 0.1 * penalty
+
+    sharded, plain = twins(Stack)
+    found = []
+    for _ in range(2):
+        for model in (sharded, plain):
+            for micro in range(micro_batches):
+                loss(model, micro).backward()
+        average_gradients(plain)
+        found += differences(sharded, plain, 1e-6)
+        for model in (sharded, plain):
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_penalty_of_the_weights_adds_to_their_gradients(before: bool, micro_batches: int) -> None:
+    check(2, penalised, before, micro_batches)
 
 
 # ---- the user's hands on p.grad ----
