@@ -49,6 +49,8 @@ __all__ = [
     "keys",
     "m_values",
     "noise",
+    "offset",
+    "offset_v",
     "powers_of_two",
     "root_scale",
     "tiling",
@@ -192,8 +194,18 @@ def powers_of_two(values: Tensor) -> Tensor:
 
 def decode_v(bits: Tensor) -> Tensor:
     """In place: int32 codes 0..255 of v become fp32 values, still to be multiplied by the scale."""
-    torch.add(_offset_bits(bits.device), bits, alpha=1 << 20, out=bits)
-    return bits.view(torch.float32).sub_(OFFSET)
+    return offset_v(bits).sub_(OFFSET)
+
+
+def offset_v(bits: Tensor) -> Tensor:
+    """As ``decode_v``, with ``OFFSET`` still to be taken off."""
+    return torch.add(_offset_bits(bits.device), bits, alpha=1 << 20, out=bits).view(torch.float32)
+
+
+@functools.cache
+def offset(device: torch.device) -> Tensor:
+    """``OFFSET`` as a tensor without dims."""
+    return torch.tensor(OFFSET, device=device)
 
 
 @functools.cache

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch import Tensor
 from ragged_optim.kernels.compile import build
 from ragged_optim.quantize import dynamic_tables
 
-__all__ = ["MuonKernel", "adamw8bit_kernel", "muon_kernel"]
+__all__ = ["AdamWKernel", "MuonKernel", "adamw8bit_kernel", "adamw_kernel", "muon_kernel"]
 
 ROOM = 64  # bad tiles that are named
 
@@ -50,6 +52,66 @@ def _load(name: str) -> ctypes.CDLL | None:
 def _level() -> int:
     """Which vectors torch's own kernels use: the kernels must round as these do, and run where these run."""
     return {"AVX512": 2, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 0)
+
+
+class AdamWKernel:
+    """One step of Adam (``decoupled=False``) or AdamW on fp32 tensors of one dense layout, in place."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._step = library.ragged_adamw
+        self._step.restype = None
+        self._step.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        step: float,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+    ) -> None:
+        """``tensors``: parameter, gradient, both moments. ``step`` counts from 1."""
+        shrink, l2 = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+        size, root = -lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        scalars = (ctypes.c_float * 8)(1 - beta1, beta2, 1 - beta2, shrink, size, root, eps, l2)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        self._step(*pointers, tensors[0].numel(), ctypes.addressof(scalars), torch.get_num_threads())
+
+    def rounds_as_torch(self) -> bool:
+        """Whether a step gives the bits of torch's fused kernel, on some random numbers."""
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(4, 1024, generator=generator) * torch.tensor([1.0, 1e-2, 1e-2, 1e-2])[:, None]
+        start[3].square_()
+        for decoupled, beta1, weight_decay in itertools.product((True, False), (0.9, 0.3), (0.0, 0.1)):
+            ours, theirs = start.clone(), start.clone()
+            options: dict[str, Any] = {
+                "lr": 0.1,
+                "beta1": beta1,
+                "beta2": 0.95,
+                "eps": 1e-8,
+                "weight_decay": weight_decay,
+            }
+            self(ours.unbind(), 3.0, decoupled=decoupled, **options)
+            p, g, m, v = ([tensor] for tensor in theirs.unbind())
+            kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            kernel(p, g, m, v, [], [torch.tensor(3.0)], amsgrad=False, maximize=False, **options)
+            if not torch.equal(ours, theirs):
+                return False
+        return True
+
+
+@functools.cache
+def adamw_kernel() -> AdamWKernel | None:
+    """Adam's step in one go over memory, or ``None`` where torch's fused kernel has to do: without the library, and
+    where that kernel rounds otherwise.
+    """
+    library = _load("adamw") if _fuses() else None
+    kernel = None if library is None else AdamWKernel(library)
+    return kernel if kernel is not None and kernel.rounds_as_torch() else None
 
 
 @functools.cache
@@ -125,10 +187,15 @@ class MuonKernel:
         self._apply(param.data_ptr(), update.data_ptr(), param.numel(), shrink, alpha)
 
 
+def _fuses() -> bool:
+    """Whether this machine, and torch on it, fuse multiply-adds."""
+    return _level() > 0 or platform.machine() not in ("x86_64", "AMD64")
+
+
 @functools.cache
 def muon_kernel() -> MuonKernel | None:
     """Muon's element-wise passes in one go over memory, or ``None`` where torch's operations have to do (as where they
     do not fuse multiply-adds).
     """
-    library = _load("muon") if _level() or platform.machine() not in ("x86_64", "AMD64") else None
+    library = _load("muon") if _fuses() else None
     return None if library is None else MuonKernel(library)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["KERNELS", "build", "compile_to"]
 
-KERNELS = ("adamw8bit", "muon")
+KERNELS = ("adamw", "adamw8bit", "muon")
 
 # Nothing of this machine's: a wheel runs elsewhere, and the sources choose their vectors when they are called.
 # Contraction off: see the sources.

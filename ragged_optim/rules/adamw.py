@@ -4,8 +4,8 @@
     v = beta2 v + (1 - beta2) g^2                    AdamW:  p *= 1 - lr weight_decay, before
     p -= lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-Elementwise, so it runs on whatever lies here: all local tensors in one call of torch's fused kernel, or the flat
-shard of a bucket at once.
+Elementwise, so it runs on whatever lies here: local tensors, or the flat shard of a bucket at once; by torch's fused
+kernel, or on the CPU by one with the same bits that is less bound by memory (kernels/adamw.cpp).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ragged_optim.kernels import AdamWKernel, adamw_kernel
 from ragged_optim.optimizer import RaggedOptimizer, refuse
 from ragged_optim.rule import ElementwiseRule, Group, State, StateSpec, learning_rate
 from ragged_shard.policy import OrigParamPolicy
@@ -55,34 +56,48 @@ class AdamWRule(ElementwiseRule):
         steps = [state["step"] for state in states]
         moments = {key: [state[key] for state in states] for key in states[0] if key != "step"}
         torch._foreach_add_(steps, 1)
-        # The kernel wants one dtype and one memory layout, those of the moments: other dtypes are rounded once, at
-        # the end.
-        works = [_like(param, moment) for param, moment in zip(params, moments["exp_avg"], strict=True)]
-        grads = [_like(grad, work) for grad, work in zip(grads, works, strict=True)]
-        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        # The kernel wants one dtype, the wider of parameter and moments, and one memory layout, that of the moments:
+        # what is narrower is rounded once, at the end.
+        works = [
+            _like(param, moment, torch.promote_types(param.dtype, moment.dtype))
+            for param, moment in zip(params, moments["exp_avg"], strict=True)
+        ]
+        grads = [_like(grad, work, work.dtype) for grad, work in zip(grads, works, strict=True)]
+        kept = moments
+        moments = {k: [_like(v, work, work.dtype) for v, work in zip(kept[k], works, strict=True)] for k in kept}
         beta1, beta2 = betas_of(group)
+        options: dict[str, Any] = {
+            "lr": learning_rate(group),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": float(group["eps"]),
+        }
+        options["weight_decay"] = float(group["weight_decay"])
         for chosen in _by_device_and_dtype(works):
             columns = [[works[i] for i in chosen], [grads[i] for i in chosen]]
             columns += [[values[i] for i in chosen] for values in moments.values()]
+            kernel = None if group["amsgrad"] else _kernel_for(columns[0][0])
+            if kernel is not None:
+                for row, i in zip(zip(*columns, strict=True), chosen, strict=True):
+                    kernel(row, steps[i].item(), decoupled=self.decoupled, **options)
+                continue
+            fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             with whole_vectors(columns) as (pieces, owner):
-                kernel(
+                fused(
                     pieces[0],
                     pieces[1],
                     pieces[2],
                     pieces[3],
                     pieces[4] if group["amsgrad"] else [],
                     [steps[chosen[i]] for i in owner],
-                    lr=learning_rate(group),
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=float(group["weight_decay"]),
-                    eps=float(group["eps"]),
                     amsgrad=bool(group["amsgrad"]),
                     maximize=False,  # the optimizer has negated the gradients
+                    **options,
                 )
-        for param, work in zip(params, works, strict=True):
-            if work is not param:
-                param.copy_(work)
+        for rounded, used in ((params, works), *((kept[key], moments[key]) for key in kept)):
+            for tensor, work in zip(rounded, used, strict=True):
+                if work is not tensor:
+                    tensor.copy_(work)
 
 
 class AdamRule(AdamWRule):
@@ -99,11 +114,16 @@ def betas_of(group: Group) -> tuple[float, float]:
     return float(group.get("momentum", beta1)), float(beta2)
 
 
-def _like(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """``tensor`` in the dtype and strides of ``pattern``: itself, or a copy."""
-    if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
+def _kernel_for(fp32: Tensor) -> AdamWKernel | None:
+    """The C++ step, where it fits; bit for bit that of torch's kernel."""
+    return adamw_kernel() if fp32.device.type == "cpu" and fp32.dtype == torch.float32 else None
+
+
+def _like(tensor: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in ``dtype`` and the strides of ``pattern``: itself, or a copy."""
+    if tensor.dtype == dtype and tensor.stride() == pattern.stride():
         return tensor
-    return torch.empty_like(pattern).copy_(tensor)
+    return torch.empty_like(pattern, dtype=dtype).copy_(tensor)
 
 
 @contextmanager

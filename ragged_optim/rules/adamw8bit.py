@@ -111,6 +111,9 @@ class AdamW8bitRule(BlockwiseRule):
         }
 
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
+        if param.dtype == torch.float64:
+            self._in_fp32(param, grad, state, group, extent)
+            return
         state["step"] += 1
         step = _Step(group, state["step"], self.decoupled)
         if group["format"] == "bitsandbytes":
@@ -130,6 +133,17 @@ class AdamW8bitRule(BlockwiseRule):
                 _round_stochastically(param, work, tiles, extent, seeds)
             else:
                 param.copy_(work)
+
+
+    def _in_fp32(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
+        """The step of an fp64 ``param``: what the fp32 code makes of zeros, added in fp64."""
+        decay, moved = float(group["weight_decay"]), torch.zeros(param.shape, device=param.device)
+        if decay and not self.decoupled:
+            grad = grad.add(param, alpha=decay)
+        self.update(moved, grad.float(), state, {**group, "weight_decay": 0.0}, extent)
+        if decay and self.decoupled:
+            param.mul_(1 - learning_rate(group) * decay)
+        param.add_(moved)
 
 
 class Adam8bitRule(AdamW8bitRule):
@@ -277,9 +291,9 @@ class _Workspace:
         self.m, self.v, self.t, self.g, self.p = (part[:numel].view(shape) for part in parts)
         self.i = self.p.view(torch.int32)  # the parameter's place is free before and after the step
         self.m_bits, self.v_bits, self.t_bits = (x.view(torch.int32) for x in (self.m, self.v, self.t))
-        self.vt = parts[1:3]
-        self.vt_bits, self.vt_bands = self.vt.view(torch.int32), self.vt[:, :numel].view(2, bands, height, shape[1])
-        self.m_bands, self.v_bands = (x.view(bands, height, shape[1]) for x in (self.m, self.v))
+        self.vt_bits = parts[1:3].view(torch.int32)
+        banded = parts[:3, :numel].view(3, bands, height, shape[1])
+        self.mv_bands, self.vt_bands, (self.m_bands, self.v_bands, _) = banded[:2], banded[1:], banded
         here = (slice(rows), slice(cols))
         self.m_here, self.v_here, self.g_here, self.p_here, self.i_here = (
             x[here] for x in (self.m, self.v, self.g, self.p, self.i)
@@ -290,13 +304,21 @@ class _Workspace:
         self.columns_of_tiles = self.columns.view(2, bands, across, width)
         self.most = torch.empty(2, bands, across, device=device)
         self.most_v, self.most_m = self.most.unbind()
+        self.scales = torch.empty(2, bands, across, device=device)
         # What makes the next power of two of the largest, and of the largest of m that of 16 binades more.
         self.next = torch.tensor([2 / q.LARGEST, 2 * q.M_OVER_V / q.LARGEST], device=device).view(2, 1, 1)
+        # The offset that is still in v when its scale is multiplied.
+        self.minus = torch.tensor([0.0, -q.OFFSET], device=device).view(2, 1, 1, 1)
         self.spread = torch.empty(2, bands, 1, shape[1], device=device)
         self.spread_flat, self.spread_one = self.spread.view(-1), self.spread[0]
         tile = torch.arange(2 * bands, dtype=torch.int32, device=device)[:, None] * across
         self.tile_of = (tile + torch.arange(shape[1], dtype=torch.int32, device=device) // width).view(-1)
         self.tile_of_one = self.tile_of[: bands * shape[1]]
+
+    def spread_out(self, scales: Tensor) -> Tensor:
+        """``scales`` (2, bands, across) over the columns of their tiles: (2, bands, 1, columns), until the next call."""
+        torch.index_select(scales.view(-1), 0, self.tile_of, out=self.spread_flat)
+        return self.spread
 
     def scale(self, bands: Tensor, scales: Tensor) -> None:
         """``bands`` (bands, height, columns) times the scale (bands, across) of their tile, in place."""
@@ -360,11 +382,13 @@ def _chunk(
         w.i.copy_(w.v_bits)
         torch.index_select(v_squares, 0, w.i.view(-1), out=w.v.view(-1))
         w.scale(w.v_bands, v_scales.square())
+        w.scale(w.m_bands, m_scales)
     else:
         torch.index_select(q.m_values(param.device), 0, w.i.view(-1), out=w.m.view(-1))
-        q.decode_v(w.v_bits)
-        w.scale(w.v_bands, v_scales)
-    w.scale(w.m_bands, m_scales)
+        q.offset_v(w.v_bits)
+        # Scales are powers of two: taking the offset off after they are multiplied rounds as before, and in one pass.
+        by = w.spread_out(torch.stack((m_scales, v_scales), out=w.scales))
+        torch.addcmul(by * w.minus, w.mv_bands, by, out=w.mv_bands)
 
     # step
     gradient, target = grad.view(-1), param.view(-1)
@@ -407,9 +431,7 @@ def _chunk(
     new_scales = q.powers_of_two(w.most.mul_(w.next))
     v_scales.copy_(new_scales[0])
     m_scales.copy_(new_scales[1])
-    torch.index_select(new_scales.reciprocal().view(-1), 0, w.tile_of, out=w.spread_flat)
-    w.vt_bands.mul_(w.spread)
-    w.vt.add_(q.OFFSET)
+    torch.addcmul(q.offset(param.device), w.vt_bands, w.spread_out(new_scales.reciprocal()), out=w.vt_bands)
     w.v_bits_here.add_(noise)
     w.t_bits.add_(q.HALF)
     w.vt_bits.bitwise_right_shift_(20)

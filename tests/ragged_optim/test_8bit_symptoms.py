@@ -120,11 +120,13 @@ def test_constructor_arguments_vanish_in_a_new_version(name: str) -> None:
 # ---- states -------------------------------------------------------------------------------------------------------
 
 
-def reshard(path: str, load: bool, layout: str, seed: int, steps: range) -> list[Any]:
+def reshard(path: str, load: bool, layout: str, seed: int, steps: range, dtype: torch.dtype) -> list[Any]:
     mesh = cluster.mesh((dist.get_world_size(),))
     shapes = [(96, 100), (3, 50, 8), (5000,)]
-    params = [nn.Parameter(shard(full(s, i), layout, mesh, seed + i)) for i, s in enumerate(shapes)]
-    optimizer = ragged_optim.AdamW8bit([(f"{i}.weight", p) for i, p in enumerate(params)], min_8bit_size=256)
+    params = [nn.Parameter(shard(full(s, i, dtype), layout, mesh, seed + i)) for i, s in enumerate(shapes)]
+    optimizer = ragged_optim.AdamW8bit(
+        [(f"{i}.weight", p) for i, p in enumerate(params)], min_8bit_size=256, bf16_stochastic_round=True
+    )
     saved = {f"p{i}": p for i, p in enumerate(params)}
     saved |= {f"{i}.{key}": value for i, p in enumerate(params) for key, value in optimizer.state[p].items()}
     if load:
@@ -134,21 +136,24 @@ def reshard(path: str, load: bool, layout: str, seed: int, steps: range) -> list
                 optimizer.state[p][key] = saved[f"{i}.{key}"]
     for step in steps:
         for i, (p, s) in enumerate(zip(params, shapes, strict=True)):
-            p.grad = shard(full(s, 100 * step + i), layout, mesh, seed + i)
+            p.grad = shard(full(s, 100 * step + i, dtype), layout, mesh, seed + i)
         optimizer.step()
     if not load:
         dcp.save(saved, checkpoint_id=path)
     return [[digest(p), *(digest(v) for _, v in sorted(optimizer.state[p].items()))] for p in params]
 
 
-def test_8_bit_states_cannot_be_gathered_or_saved_under_fsdp(tmp_path: Path) -> None:
-    """bitsandbytes-foundation/bitsandbytes#89, #1403, #1732, #1840: saved by 2 ranks with plain DCP, loaded by 3, every
+@pytest.mark.parametrize(("dtype", "saving", "loading"), [(torch.float32, 2, 3), (torch.bfloat16, 4, 1)])
+def test_8_bit_states_cannot_be_gathered_or_saved_under_fsdp(
+    dtype: torch.dtype, saving: int, loading: int, tmp_path: Path
+) -> None:
+    """bitsandbytes-foundation/bitsandbytes#89, #1403, #1732, #1840: saved with plain DCP, loaded by other ranks, every
     later update and state is bit-equal.
     """
     path = str(tmp_path / "checkpoint")
-    (expected,) = cluster.run(1, reshard, str(tmp_path / "unused"), False, "tiles", 0, range(4))
-    cluster.run(2, reshard, path, False, "tiles", 0, range(2))
-    for got in cluster.run(3, reshard, path, True, "tiles", 11, range(2, 4)):
+    (expected,) = cluster.run(1, reshard, str(tmp_path / "unused"), False, "tiles", 0, range(4), dtype)
+    cluster.run(saving, reshard, path, False, "tiles", 0, range(2), dtype)
+    for got in cluster.run(loading, reshard, path, True, "tiles", 11, range(2, 4), dtype):
         assert got == expected
 
 

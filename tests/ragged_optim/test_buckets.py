@@ -63,13 +63,13 @@ def train(name: str, kind: str, lacking: int | None) -> tuple[list[Any], list[in
     else:
         params = {n: nn.Parameter(full(SHAPES[int(n[1:])], int(n[1:]))) for n in names}
     optimizer = getattr(ragged_optim, name)([(n, params[n]) for n in sorted(names)], lr=0.1)
-    grads, sizes, real = [], [], adamw.whole_vectors
+    grads, sizes, real = [], [], adamw.AdamWRule.update_all
 
-    def spy(columns: Any) -> Any:
-        sizes.append(len(columns[0]))
-        return real(columns)
+    def spy(self: Any, params: list[Any], *rest: Any) -> None:
+        sizes.append(len(params))
+        real(self, params, *rest)
 
-    adamw.whole_vectors = spy
+    adamw.AdamWRule.update_all = spy
     for step in range(3):
         if kind == "bucket":
             grads.append(bucket(100 * step + 50, buffer))
@@ -81,7 +81,7 @@ def train(name: str, kind: str, lacking: int | None) -> tuple[list[Any], list[in
             else:
                 params[n].grad = full(SHAPES[int(n[1:])], 100 * step + 50 + int(n[1:]))
         optimizer.step()
-    adamw.whole_vectors = real
+    adamw.AdamWRule.update_all = real
     found = [
         [digest(params[n]), *(digest(v) for _, v in sorted(optimizer.state[params[n]].items()))] for n in sorted(names)
     ]

@@ -58,6 +58,7 @@ def test_without_a_compiler_there_is_no_kernel_and_a_step_is_eager(
     assert kernel_compile.build("adamw8bit") is None
     monkeypatch.setattr(adamw8bit, "adamw8bit_kernel", kernels.adamw8bit_kernel.__wrapped__)
     assert kernels.adamw8bit_kernel.__wrapped__() is None and kernels.muon_kernel.__wrapped__() is None
+    assert kernels.adamw_kernel.__wrapped__() is None
     param = nn.Parameter(torch.zeros(64, 64))
     param.grad = torch.ones_like(param)
     ragged_optim.AdamW8bit([param], lr=0.25).step()
@@ -91,6 +92,7 @@ def test_a_library_is_named_for_its_source_and_taken_from_the_package_first(
 def test_an_environment_variable_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGGED_OPTIM_KERNELS", "0")
     assert kernels.adamw8bit_kernel.__wrapped__() is None and kernels.muon_kernel.__wrapped__() is None
+    assert kernels.adamw_kernel.__wrapped__() is None
 
 
 @pytest.mark.parametrize(("compiler", "tag"), [(True, "py3-none-linux"), (False, "py3-none-any")])
@@ -112,7 +114,7 @@ def test_a_wheel_holds_the_kernels_if_there_is_a_compiler_and_is_pure_without(
     (wheel,) = tmp_path.glob("*.whl")
     assert tag in wheel.name
     libraries = [Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert sorted(name.split("-")[0] for name in libraries) == (["adamw8bit", "muon"] if compiler else [])
+    assert sorted(name.split("-")[0] for name in libraries) == (["adamw", "adamw8bit", "muon"] if compiler else [])
 
 
 def compiled_beside(device: str, shape: tuple[int, ...], coupled: bool, **options: Any) -> None:

@@ -26,6 +26,7 @@ MODELS = {
         {**LLAMA, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
         ATTENTION | EXPERTS | {f"model.layers.0.mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
     ),
+    "Qwen3Moe": ({**LLAMA, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16}, ATTENTION | EXPERTS),
     "DeepseekV3": (
         {
             **LLAMA,
@@ -57,6 +58,17 @@ MODELS = {
         | {f"bert.encoder.layer.0.{x}.dense.weight" for x in ("attention.output", "intermediate", "output")}
         | {"cls.predictions.transform.dense.weight"},
     ),
+    "ViT": (
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "intermediate_size": 48,
+            "image_size": 32,
+        },
+        {f"vit.layers.0.attention.{x}_proj.weight" for x in "qkvo"}
+        | {f"vit.layers.0.mlp.fc{i}.weight" for i in (1, 2)},
+    ),
 }
 
 
@@ -64,8 +76,10 @@ MODELS = {
 def test_models_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     options, expected = MODELS[name]
+    kind = "ForImageClassification" if name == "ViT" else "ForCausalLM"
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**options))
+        auto = getattr(transformers, f"AutoModel{kind}")
+        model = auto.from_config(getattr(transformers, f"{name}Config")(**options))
     rows = explain(model.named_parameters(), policies.muon()).rows
     assert {row.name for row in rows if row.rule == "muon"} == expected
     assert {row.rule for row in rows} == {"muon", "adamw"}
