@@ -320,7 +320,7 @@ class RaggedOptimizer(Optimizer):
                 block = rule.block(shape, group).numel(shape)
                 state[key] = make_block_state(spec, param, name, self.layout(param, name), block)
             elif spec.home != "owner":
-                state[key] = make_param_state(spec, param, name)
+                state[key] = make_param_state(spec, param, name, contiguous=isinstance(rule, BlockwiseRule))
         if isinstance(rule, MatrixRule):
             of = self._matrix_params[param]
             for index, matrix in enumerate(of.matrices):
@@ -547,18 +547,16 @@ class RaggedOptimizer(Optimizer):
         self, of: MatrixParam, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
         """The states on the shard, and per matrix the owned ones (by the rule's own key)."""
-        specs = of.rule.init((of.matrices[0].rows, of.matrices[0].cols), of.group) if of.matrices else {}
-        owned_keys = [key for key, spec in specs.items() if spec.home == "owner"]
         owned: dict[int, dict[str, Tensor]] = {}
-        for index in range(len(of.matrices)) if owned_keys else ():
-            if of.layout.group is None or of.owners[index] == of.layout.rank:
-                suffix = "" if len(of.matrices) == 1 else f".{index}"
-                owned[index] = {key: local(state[key + suffix]) for key in owned_keys}
-        names = {
-            key if len(of.matrices) == 1 else f"{key}.{index}"
-            for key in owned_keys
-            for index in range(len(of.matrices))
-        }
+        names: set[str] = set()
+        for index, matrix in enumerate(of.matrices):
+            # Matrices of other sizes may have other states.
+            specs = of.rule.init((matrix.rows, matrix.cols), of.group)
+            suffix = "" if len(of.matrices) == 1 else f".{index}"
+            own = {key: key + suffix for key, spec in specs.items() if spec.home == "owner"}
+            names.update(own.values())
+            if own and (of.layout.group is None or of.owners[index] == of.layout.rank):
+                owned[index] = {key: local(state[full]) for key, full in own.items()}
         return {key: local(value) for key, value in state.items() if key not in names}, owned
 
     def _settle(self) -> None:

@@ -70,13 +70,16 @@ def make_tiled_state(spec: StateSpec, param: Tensor, name: str, key: str, layout
     tiles = tiling(spec.shape, *spec.tile)
     scales = StateSpec(tiles.scales, torch.float32)
     return {
-        f"{key}.codes": make_param_state(StateSpec(spec.shape, torch.uint8), param, name),
+        f"{key}.codes": make_param_state(StateSpec(spec.shape, torch.uint8), param, name, contiguous=True),
         f"{key}.scales": make_block_state(scales, param, name, layout, tiles.block.numel(spec.shape)),
     }
 
 
-def make_param_state(spec: StateSpec, param: Tensor, name: str) -> Tensor:
-    """The state ``spec`` of ``param``: shaped and placed like it, or a counter."""
+def make_param_state(spec: StateSpec, param: Tensor, name: str, *, contiguous: bool = False) -> Tensor:
+    """The state ``spec`` of ``param``: shaped and placed like it, or a counter.
+
+    ``contiguous``: in row-major order even where ``param`` has other strides, as blocks and tiles are counted.
+    """
     dtype = param.dtype if spec.dtype is None else spec.dtype
     if spec.home == "everywhere":
         return torch.full(spec.shape, _fill(spec, name), dtype=dtype, device=local(param).device)
@@ -85,7 +88,8 @@ def make_param_state(spec: StateSpec, param: Tensor, name: str) -> Tensor:
             f"a state of parameter {name!r} has shape {spec.shape}; it must be that of the parameter, "
             f"{tuple(param.shape)}"
         )
-    state = torch.zeros_like(param.detach(), dtype=dtype)
+    memory_format = torch.contiguous_format if contiguous else torch.preserve_format
+    state = torch.zeros_like(param.detach(), dtype=dtype, memory_format=memory_format)
     if spec.fill:
         local(state).fill_(_fill(spec, name))
     return state

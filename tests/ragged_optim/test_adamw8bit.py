@@ -25,6 +25,7 @@ from ragged_optim.rules import adamw8bit
 from tests import cluster
 from tests.ragged_optim.models import full, shard, train
 
+MOMENTUM_8BIT = {"momentum_8bit": True}
 SHAPES = [(96, 100), (161, 37), (3, 50, 8), (4, 64, 33), (5000,), (7, 3), (0, 5)]
 OPTIONS: dict[str, Any] = {"min_8bit_size": 256, "weight_decay": 0.1}
 
@@ -359,6 +360,46 @@ def test_decay_is_applied_before_rounding() -> None:
     param.grad = torch.zeros_like(param)
     optimizer.step()
     assert float(param.float().mean()) == pytest.approx(1 - 5e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("use_kernel", KERNELS, ids=["eager", "C++"][: len(KERNELS)])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit"])
+def test_fp64_parameters_are_neither_read_as_fp32_nor_rounded_to_it(
+    name: str, use_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not use_kernel:
+        monkeypatch.setattr(adamw8bit, "adamw8bit_kernel", lambda: None)
+    for shape in ((70, 96), (10,)):
+        ours, theirs = (nn.Parameter(full(shape, 0).double()) for _ in range(2))
+        a = getattr(ragged_optim, name)([ours], lr=1e-3, weight_decay=0.1)
+        b = getattr(torch.optim, name.removesuffix("8bit"))([theirs], lr=1e-3, weight_decay=0.1)
+        ours.grad, theirs.grad = full(shape, 1).double(), full(shape, 1).double()
+        a.step()  # moments of the first step have not been rounded yet
+        b.step()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+        b.step()
+        a.step()
+        assert (ours - theirs).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("AdamW8bit", {}), ("AdamW8bit", {"min_8bit_size": 10**6}), ("Lion", MOMENTUM_8BIT), ("Muon", MOMENTUM_8BIT)],
+    ids=str,
+)
+def test_channels_last_and_transposed_parameters_end_as_contiguous_ones(name: str, options: dict[str, Any]) -> None:
+    for base in (
+        full((64, 32, 3, 3), 0).contiguous(memory_format=torch.channels_last),
+        full((96, 64), 0).T,
+    ):
+        params = [nn.Parameter(base.clone(memory_format=f)) for f in (torch.preserve_format, torch.contiguous_format)]
+        assert not params[0].is_contiguous()
+        for param in params:
+            optimizer = getattr(ragged_optim, name)([("conv.weight", param)], lr=0.01, **options)
+            for step in range(3):
+                param.grad = full(param.shape, 1 + step)
+                optimizer.step()
+        assert torch.equal(*params)
 
 
 def cut_tile() -> list[str]:

@@ -158,6 +158,21 @@ def test_soap_leaves_a_long_side_alone() -> None:
     assert param.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo", "NorMuon"])
+def test_splits_of_which_some_have_no_factor_end_as_separate_matrices(name: str) -> None:
+    options = {} if name == "NorMuon" else {"max_preconditioner_dim": 8}
+    whole = nn.Parameter(full((16, 6), 0))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split([4, 12])]
+    one = getattr(ragged_optim, name)([whole], split_sizes=(4, 12), **options)
+    two = getattr(ragged_optim, name)(parts, **options)
+    for seed in range(3):
+        whole.grad = full((16, 6), 1 + seed)
+        parts[0].grad, parts[1].grad = whole.grad.split([4, 12])
+        one.step()
+        two.step()
+    assert torch.equal(whole, torch.cat([part.detach() for part in parts]))
+
+
 @given(dim=st.integers(1, 12), seed=st.integers(0, 100), root=st.sampled_from([2.0, 4.0]))
 def test_inverse_root_is_one(dim: int, seed: int, root: float) -> None:
     half = full((dim, dim), seed).double()
