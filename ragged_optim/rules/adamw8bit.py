@@ -134,18 +134,6 @@ class AdamW8bitRule(BlockwiseRule):
             else:
                 param.copy_(work)
 
-
-    def _in_fp32(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
-        """The step of an fp64 ``param``: what the fp32 code makes of zeros, added in fp64."""
-        decay, moved = float(group["weight_decay"]), torch.zeros(param.shape, device=param.device)
-        if decay and not self.decoupled:
-            grad = grad.add(param, alpha=decay)
-        self.update(moved, grad.float(), state, {**group, "weight_decay": 0.0}, extent)
-        if decay and self.decoupled:
-            param.mul_(1 - learning_rate(group) * decay)
-        param.add_(moved)
-
-
     def _in_fp32(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
         """The step of an fp64 ``param``: what the fp32 code makes of zeros, added in fp64."""
         decay, moved = float(group["weight_decay"]), torch.zeros(param.shape, device=param.device)

@@ -113,34 +113,6 @@ def test_parameters_are_not_rounded_to_the_dtype_of_narrower_moments(
         torch.testing.assert_close(optimizer.state[param][key], rounded)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-@pytest.mark.parametrize(
-    ("dtype", "state_dtype"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)], ids=str
-)
-def test_parameters_are_not_rounded_to_the_dtype_of_narrower_moments(
-    name: str, dtype: torch.dtype, state_dtype: torch.dtype
-) -> None:
-    param = nn.Parameter(full((17, 31), 0, torch.float64).to(dtype))
-    cut = [nn.Parameter(part.clone()) for part in param.detach().view(-1).split([100, 427])]
-    optimizer = getattr(ragged_optim, name)([param], lr=1e-4, weight_decay=0.0, state_dtype=state_dtype)
-    parts = getattr(ragged_optim, name)(cut, lr=1e-4, weight_decay=0.0, state_dtype=state_dtype)
-    p, m, v = param.detach().clone().double(), torch.zeros(17, 31), torch.zeros(17, 31)
-    for step in range(1, 4):
-        g = full((17, 31), step, dtype)
-        m = (0.9 * m.double() + 0.1 * g.double()).to(state_dtype)
-        v = (0.999 * v.double() + 0.001 * g.double().square()).to(state_dtype)
-        param.grad, (cut[0].grad, cut[1].grad) = g, g.reshape(-1).split([100, 427])
-        optimizer.step()
-        parts.step()
-        # The step is of the moments before they are rounded: within their rounding.
-        p = p - 1e-4 / (1 - 0.9**step) * m.double() / ((v.double() / (1 - 0.999**step)).sqrt() + 1e-8)
-    assert (param.double() - p).abs().max() < (1e-5 if dtype == torch.float32 else 1e-10)
-    assert torch.equal(param.detach().view(-1), torch.cat([c.detach() for c in cut]))
-    for key, rounded in (("exp_avg", m), ("exp_avg_sq", v)):
-        assert optimizer.state[param][key].dtype == state_dtype
-        torch.testing.assert_close(optimizer.state[param][key], rounded)
-
-
 def test_gradients_of_another_dtype_are_accepted() -> None:
     param = nn.Parameter(full((5, 7), 0))
     param.grad_dtype = None
