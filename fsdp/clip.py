@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -25,7 +25,8 @@ def clip_grad_norm_(
     As ``torch.nn.utils.clip_grad_norm_``, but parameters may lie on different meshes or on none
     (pytorch/pytorch#180346). Every rank of every mesh must call it with the same parameters in the same order.
 
-    Returns the norm before clipping: a plain 0-d tensor, equal on all ranks.
+    Returns the norm before clipping: a plain 0-d tensor, equal on all ranks, of the gradients' dtype or float32, the
+    wider one.
     Raises ``RuntimeError`` with ``error_if_nonfinite`` when that norm is nan or inf.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -35,12 +36,15 @@ def clip_grad_norm_(
     by_mesh: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norm_type = float(norm_type)
     norms = []
     for group in by_mesh.values():
         norm = torch.nn.utils.get_total_norm(group, norm_type, error_if_nonfinite=False, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    stacked = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
-    total = stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
+    dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms], torch.float32)
+    stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+    # The norm of order 0 is a number of gradients that are not zero, which add up.
+    total = stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {total.item()}; pass error_if_nonfinite=False to scale by it"

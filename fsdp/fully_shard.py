@@ -30,6 +30,7 @@ from fsdp.agree import agree
 from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
 from fsdp.hooks import State, state_of
 from fsdp.module import FSDPModule, fsdp_class
+from fsdp.weight_grad import WeightParameter
 from ragged_shard.block import Block
 from ragged_shard.dbuffer import DBuffer, Layout, Outer
 from ragged_shard.placement import RaggedShard
@@ -495,6 +496,12 @@ def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
                     f"{type(optimizer).__name__} was built before fully_shard: it still holds the unsharded parameter "
                     f"{name!r}, which the model does not use any more. Build the optimizer after fully_shard, from "
                     f"model.parameters()"
+                )
+            if isinstance(parameter, WeightParameter):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds a gathered parameter of shape {tuple(parameter.shape)}: it was "
+                    f"built while modules showed those (between forward and backward, or after unshard()), and would "
+                    f"train what the next gather overwrites. Build it before the first forward, or after a backward"
                 )
     _checked[optimizer] = (count, _replaced)
 

@@ -13,6 +13,7 @@ modules without differentiable inputs, and fire under both kinds of activation c
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from fsdp.bucket import Bucket
 from fsdp.schedule import Schedule
@@ -80,6 +82,8 @@ class State:
         # Of forwards that have begun: the call's number and the autograd nodes of its inputs, by tensor.
         self._open: list[tuple[int, dict[int, Node]]] = []
         self._recomputing: list[tuple[int, dict[int, Node]]] = []
+        # Of each call: hooks on leaves among its inputs and outputs, which may outlive the graph.
+        self._leaf_hooks: dict[int, list[RemovableHandle]] = {}
         for module in () if hooked else self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -160,6 +164,10 @@ class State:
                 state._to_run.clear()
                 state._open.clear()
                 state._recomputing.clear()
+                if state._leaf_hooks:
+                    state._unhook_leaves()
+            if self.device.type != "cpu":
+                args, kwargs = _moved(args, self.device), _moved(kwargs, self.device)
         if not self._to_run and not self._open:
             self._to_run.update(self.modules)
             schedule.before_forward(self.bucket, [s.bucket for s in self.forward_prefetch])
@@ -197,7 +205,9 @@ class State:
             computed = any(id(tensor) not in watched for tensor in tensors)
             for tensor in tensors:
                 hook = functools.partial(self._entered, call, watched if computed else None)
-                if id(tensor) in watched:
+                if tensor.is_leaf:
+                    self._leaf_hooks.setdefault(call, []).append(tensor.register_hook(hook))
+                elif id(tensor) in watched:
                     # Also the output of the module before, which backward enters after this one.
                     _hook_first(tensor, hook)
                 else:
@@ -253,8 +263,18 @@ class State:
             for tensor in {id(t): t for t in _differentiable(inputs)}.values():
                 nodes[id(tensor)] = get_gradient_edge(tensor).node
                 # Knows the call by its number: a hook that held its own node would never be freed.
-                _hook_first(tensor, functools.partial(self._left, call))
+                hook = functools.partial(self._left, call)
+                if tensor.is_leaf:
+                    self._leaf_hooks.setdefault(call, []).append(tensor.register_hook(hook))
+                else:
+                    _hook_first(tensor, hook)
         return call, nodes
+
+    def _unhook_leaves(self) -> None:
+        """Between iterations: leaves keep the hooks of calls that a backward is still to come to."""
+        for call in [call for call in self._leaf_hooks if call not in self.bucket.calls]:
+            for handle in self._leaf_hooks.pop(call):
+                handle.remove()
 
     # -- backward --
 
@@ -322,11 +342,39 @@ def _will_run(node: Node) -> bool:
         return False
 
 
+def _moved(tree: Any, device: torch.device) -> Any:
+    """Tensors of ``tree`` on ``device``: a model's inputs may come from the CPU, as with FSDP2."""
+    return _map_tensors(lambda tensor: tensor.to(device), tree)
+
+
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """Floating-point tensors of ``tree`` in ``dtype``."""
     if dtype is None:
         return tree
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+    return _map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``tree`` with its tensors changed. Dataclasses (which pytree takes for leaves) are looked into, and copied when
+    anything in them changes.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        before = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+        after = {name: _map_tensors(change, value) for name, value in before.items()}
+        if all(a is b for a, b in zip(tree_iter(list(before.values())), tree_iter(list(after.values())), strict=True)):
+            return leaf
+        copied = copy.copy(leaf)
+        frozen = type(leaf).__dataclass_params__.frozen  # type: ignore[attr-defined]  # of every dataclass
+        for name, value in after.items():
+            (object.__setattr__ if frozen else setattr)(copied, name, value)
+        return copied
+
+    return tree_map(of_leaf, tree)
 
 
 def _differentiable(tree: Any) -> Iterator[Tensor]:

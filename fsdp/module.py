@@ -86,6 +86,16 @@ class FSDPModule(TorchFSDPModule):
         if state.schedule is not None:
             state.schedule.reset()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """torch's, for the sharded parameters too while modules show the gathered ones (between forward and backward,
+        after a failed backward, after ``unshard()``), whose gradients are the sharded ones'.
+        """
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        for state in self._states(True):
+            for parameter in state.bucket.parameters if state.bucket.is_unsharded else ():
+                if (gradient := parameter.sharded.grad) is not None:
+                    parameter.sharded.grad = None if set_to_none else gradient.detach().zero_()
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for compatibility: every backward ends with its gradients reduced and published."""
 

@@ -32,7 +32,7 @@ def whole(name: str, parameter: Tensor) -> ParamPolicy:
 # ---- clipping ----
 
 
-def clipped(norm_type: float, function: str, policy: Any) -> list[str]:
+def clipped(norm_type: float | str, function: str, policy: Any) -> list[str]:
     sharded, plain = twins(Stack, partial(shard_children, orig_param_policy=policy))
     for model in (sharded, plain):
         squares(model).backward()
@@ -54,8 +54,8 @@ def clipped(norm_type: float, function: str, policy: Any) -> list[str]:
 
 @pytest.mark.parametrize("policy", [None, whole])
 @pytest.mark.parametrize("function", ["ours", "torch"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-def test_clip_grad_norm(norm_type: float, function: str, policy: Any) -> None:
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, 3.0, "inf"])
+def test_clip_grad_norm(norm_type: float | str, function: str, policy: Any) -> None:
     """pytorch/pytorch#173238: with an empty shard, FSDP2's infinity norm hangs; #170862: the norm is the whole one."""
     check(3, clipped, norm_type, function, policy)
 
@@ -94,6 +94,20 @@ def clip_of_nothing() -> list[str]:
 
 def test_clip_without_gradients() -> None:
     check(2, clip_of_nothing)
+
+
+def clipped_in_double() -> list[str]:
+    sharded, plain = twins(lambda: Stack().double())
+    for model in (sharded, plain):
+        model(data().double()).square().mean().backward()
+    average_gradients(plain)
+    norms = [fsdp.clip_grad_norm_(sharded.parameters(), 0.05), nn.utils.clip_grad_norm_(plain.parameters(), 0.05)]
+    found = [] if norms[0].dtype == torch.float64 else [f"a norm in {norms[0].dtype}"]
+    return found + differences(sharded, plain, 1e-14)
+
+
+def test_the_norm_of_double_gradients_is_not_rounded() -> None:
+    check(2, clipped_in_double)
 
 
 # ---- scaling, schedules ----

@@ -5,6 +5,7 @@ evaluation in between, activation checkpoints, custom methods.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fsdp.hooks import _moved
 from tests import cluster
-from tests.fsdp.modules import WIDTH, Mlp, Stack, Structured, data, squares
+from tests.fsdp.modules import WIDTH, Mlp, Output, Stack, Structured, data, squares
 from tests.fsdp.reference import differences, shard_children, step, train, twins
 
 EVERY = [True, False, None]
@@ -538,6 +540,49 @@ def test_dtypes_of_inputs_outputs_and_gradients() -> None:
         first, second = seen[:4], seen[4:]
         assert first == [inside, torch.bfloat16, torch.float64, {torch.float32}]
         assert second == [inside, torch.float32, torch.float64, {torch.float32}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    rest: dict[str, Any]
+    length: int = dataclasses.field(default=3, init=False)
+
+
+class ThroughDataclasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, given: Output, *, frozen: Frozen) -> Output:
+        self.seen = [given.hidden.dtype, given.extra["mask"].dtype, frozen.rest["inner"].hidden.dtype]
+        return Output(self.layer(given.hidden + frozen.x), {"y": self.layer(frozen.x)}, given.note)
+
+
+def dataclasses_in_mixed_precision() -> list[str]:
+    """They are cast (and moved) as other inputs and outputs are; the caller's own objects stay as they were."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = fully_shard(ThroughDataclasses(), mp_policy=policy)
+    given = Output(data(), {"mask": torch.ones(2, dtype=torch.bool)}, "note")
+    frozen = Frozen(data(), {"inner": given, "name": "a"})
+    out = model(given, frozen=frozen)
+    found = [] if model.seen == [torch.bfloat16, torch.bool, torch.bfloat16] else [f"inputs {model.seen}"]
+    if (out.hidden.dtype, out.extra["y"].dtype, out.note) != (torch.float64, torch.float64, "note"):
+        found.append(f"outputs {out}")
+    if (given.hidden.dtype, frozen.x.dtype) != (torch.float32, torch.float32):
+        found.append("the caller's dataclasses were changed")
+    (out.hidden.sum() + out.extra["y"].sum()).backward()
+    found += [f"no gradient for {n}" for n, p in model.named_parameters() if p.grad is None]
+    moved, same = _moved([frozen, given], torch.device("meta")), _moved(frozen, torch.device("cpu"))
+    devices = {str(t.device) for t in (moved[0].x, moved[0].rest["inner"].hidden, moved[1].extra["mask"])}
+    if devices != {"meta"} or moved[0].length != 3:
+        found.append(f"moved: {moved}")
+    return found + ([] if same is frozen else ["copied although nothing changed"])
+
+
+def test_dataclasses_are_cast_and_moved() -> None:
+    check(1, dataclasses_in_mixed_precision)
 
 
 def uncast() -> torch.dtype:

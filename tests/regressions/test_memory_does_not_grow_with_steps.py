@@ -8,9 +8,11 @@ import ast
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from tests import cluster
-from tests.fsdp.modules import squares
+from tests.fsdp.modules import WIDTH, Mlp, data, squares
+from tests.fsdp.reference import twins
 from tests.fsdp.test_memory import pool_of, stack
 
 PACKAGES = ("fsdp", "ragged_shard")
@@ -39,6 +41,58 @@ def test_memory_does_not_grow_with_steps() -> None:
     steps = [step for rank in ranks for step in rank]
     assert len(steps) == 8 and all(step == steps[0] for step in steps)
     assert any(action == "acquire" for action, *_ in steps[0])
+
+
+class Positions(nn.Module):
+    """A parameter of the root goes into every block, and one hands it through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(AddThenMlp() for _ in range(2))
+        self.shift = Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.position)
+        return x + self.shift(self.position)
+
+
+class AddThenMlp(Mlp):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().forward(x + other)
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, other: Tensor) -> Tensor:
+        return other
+
+
+def hooks_on_leaves() -> list[int]:
+    """After each step: hooks on leaves that live on, a soft prompt and a parameter that modules take and return."""
+    sharded, plain = twins(Positions)
+    prompt = data().requires_grad_()
+    counts = []
+    for number in range(5):
+        for model in (sharded, plain):
+            model((prompt + 0) if number == 1 else prompt).square().mean().backward()
+            if model is sharded and number == 2:
+                # A backward that the graph outlives, and a forward that none follows.
+                model(prompt).sum().backward(retain_graph=True)
+                model(prompt)
+        sharded.unshard()
+        counts.append(sum(len(leaf._backward_hooks or ()) for leaf in (prompt, sharded.position)))
+        sharded.reshard()
+    return counts
+
+
+def test_hooks_do_not_pile_up_on_inputs_that_live_on() -> None:
+    for counts in cluster.run(2, hooks_on_leaves):
+        assert counts[-1] <= counts[0] + 4
 
 
 def test_nothing_calls_record_stream() -> None:
