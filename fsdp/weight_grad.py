@@ -25,7 +25,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GradientPlace", "WeightParameter"]
+__all__ = ["GradientPlace", "WeightParameter", "Witnesses", "witnesses_of"]
+
+
+class Witnesses:
+    """Some of the autograd nodes that one forward made: by them one can ask whether a backward comes there.
+
+    Nodes of this file's functions alone: Python owns those, so that a weak reference keeps no graph alive.
+    """
+
+    __slots__ = ("_first", "_last")
+
+    def __init__(self) -> None:
+        self._first: list[weakref.ref[Any]] = []
+        self._last: weakref.ref[Any] | None = None
+
+    def add(self, node: Any) -> None:
+        if len(self._first) < 4:
+            self._first.append(weakref.ref(node))
+        else:
+            self._last = weakref.ref(node)
+
+    def will_run(self) -> bool | None:
+        """Within a backward: whether it comes to any of them. ``None``: there are none to ask."""
+        if not self._first:
+            return None
+        nodes = [one() for one in (*self._first, *([self._last] if self._last else []))]
+        return any(torch._C._will_engine_execute_node(node) for node in nodes if node is not None)
+
+
+_witnesses: Witnesses | None = None
+
+
+def witnesses_of(forward: Witnesses | None) -> None:
+    """Collect the nodes that are made from now on; ``None``: no more."""
+    global _witnesses
+    _witnesses = forward
+
+
+def _made(node: Any) -> None:
+    if _witnesses is not None:
+        _witnesses.add(node)
 
 
 class GradientPlace:
@@ -114,16 +154,30 @@ def _own_place(weight: Any) -> GradientPlace | None:
     return place if isinstance(place, GradientPlace) else None
 
 
+def _multiplies(input: Any, weight: Tensor) -> bool:
+    """Whether the product with ``input`` is one that the functions below know: strided, real, of the weight's dtype."""
+    return (
+        isinstance(input, Tensor)
+        and input.dtype == weight.dtype
+        and weight.is_floating_point()
+        and input.layout is torch.strided
+        and not input.is_nested
+    )
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     place = _place(weight)
-    if place is None or input.dim() < 2 or weight.dim() != 2 or input.dtype != weight.dtype or input.is_sparse:
+    if place is None or not _multiplies(input, weight) or input.dim() < 2 or weight.dim() != 2:
         return NotImplemented
     return _Linear.apply(input, weight, bias, place, _own_place(bias))  # type: ignore[no-untyped-call]  # torch's
 
 
-def _matmul(input: Tensor, other: Tensor) -> Any:
+def _matmul(*args: Any, **kwargs: Any) -> Any:
+    if len(args) != 2 or kwargs:  # `out`, `out_dtype`, or matrices by one of their several names
+        return NotImplemented
+    input, other = args
     place = _place(other)
-    if place is None or not isinstance(input, Tensor) or input.dtype != other.dtype or input.is_sparse:
+    if place is None or not _multiplies(input, other):
         return NotImplemented
     stacks = other.dim() == input.dim() == 3 and input.shape[0] == other.shape[0]
     if stacks or (other.dim() == 2 and input.dim() >= 2):
@@ -132,21 +186,25 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
 
 
 def _grouped(
-    input: Tensor,
-    other: Tensor,
+    input: Tensor | None = None,
+    other: Tensor | None = None,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    **others: Any,
 ) -> Any:
     """Rows of ``input`` in groups that end at ``offs``, each with its matrix of a stack (E, K, N)."""
     place = _place(other)
     if (
         place is None
+        or input is None
+        or other is None
+        or others
         or offs is None
         or bias is not None
         or out_dtype not in (None, input.dtype)
+        or not _multiplies(input, other)
         or (input.dim(), other.dim()) != (2, 3)
-        or input.dtype != other.dtype
         # Elsewhere the offsets would have to be waited for: the gradient is made by one kernel and written once.
         or input.device.type != "cpu"
     ):
@@ -173,7 +231,9 @@ def _embedding(
 
 def _transpose(input: Tensor, dim0: int, dim1: int) -> Any:
     place, dims = _own_place(input), input.dim()
-    if place is None or dims < 2 or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
+    if place is None or dims < 2 or not (isinstance(dim0, int) and isinstance(dim1, int)):
+        return NotImplemented
+    if {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
         return NotImplemented
     return _view(input.transpose(-2, -1), TransposedPlace(place), getattr(input, "slices", None))
 
@@ -281,6 +341,7 @@ class _Linear(torch.autograd.Function):
         place: GradientPlace,
         bias_place: GradientPlace | None,
     ) -> Tensor:
+        _made(ctx)
         ctx.save_for_backward(input)
         ctx.weight, ctx.place, ctx.bias_place = weight, place, bias_place
         return F.linear(input, weight, bias)
@@ -305,6 +366,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, place: GradientPlace | TransposedPlace) -> Tensor:
+        _made(ctx)
         ctx.save_for_backward(input)
         ctx.weight, ctx.place = weight, place
         return torch.matmul(input, weight)
@@ -329,6 +391,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, offs: Tensor, place: GradientPlace | TransposedPlace
     ) -> Tensor:
+        _made(ctx)
         ctx.save_for_backward(input, offs)
         ctx.weight, ctx.place = weight, place
         return torch._grouped_mm(input, weight, offs=offs)
@@ -372,6 +435,7 @@ def _grouped_product(
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, padding_idx: int | None, place: GradientPlace) -> Tensor:
+        _made(ctx)
         ctx.save_for_backward(input)
         ctx.rows, ctx.padding_idx, ctx.place = weight.shape[0], padding_idx, place
         return F.embedding(input, weight, padding_idx)
