@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp.agree import agree
 from fsdp.streams import CommStreams
+from fsdp.superseded import ASSIGNED, GATHERED, supersede
 from fsdp.weight_grad import GradientPlace, WeightParameter
 from ragged_shard.collectives import Pending, all_gather_in_place, coalesced
 from ragged_shard.dbuffer import DBuffer, Layout, Outer, buffer_of
 from ragged_shard.pool import Lease, Pool, storage_bytes
 
+if TYPE_CHECKING:
+    from fsdp.extension import ExtendedBuffer
+
 _DEBUG = os.environ.get("RAGGED_DEBUG") == "1"
 _issued = itertools.count(1)
-# Forward calls that a bucket remembers at most until a backward enters them.
-_CALLS_KEPT = 256
 
 __all__ = ["Bucket", "BucketParameter", "FlatBuffer"]
 
@@ -68,6 +70,9 @@ class BucketParameter:
 class FlatBuffer:
     """The four DBuffers of one ``BufferPlan`` of a bucket, made when they are first needed."""
 
+    # Whether a tensor subclass says what is gathered (fsdp.extension).
+    extended = False
+
     def __init__(self, layout: Layout, parameters: Sequence[BucketParameter], params: DBuffer) -> None:
         self.layout = layout
         self.parameters = list(parameters)
@@ -83,10 +88,63 @@ class FlatBuffer:
         self.kept: Lease | None = None
         # Another group of the same ranks to reduce in, if any.
         self.reduce_group: dist.ProcessGroup | None = None
+        # Whether autograd tells when gradients of these parameters come.
+        self.hooked = False
 
     @property
     def trainable(self) -> bool:
         return any(p.sharded.requires_grad for p in self.parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sharded parameters and their gradients."""
+        return self.params.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.params.device
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Of the unsharded parameters."""
+        assert self.full is not None
+        return self.full.dtype
+
+    def shards(self) -> list[Tensor]:
+        """The plain tensors in which this rank's parameters lie."""
+        return [self.params.flat]
+
+    def shard_nbytes(self) -> int:
+        """Of the memory of the sharded parameters, as laid out."""
+        return self.layout.shard * self.dtype.itemsize
+
+    def copied(self, parameters: Sequence[BucketParameter]) -> FlatBuffer:
+        """A buffer for copies of the parameters (``copy.deepcopy``)."""
+        home = buffer_of(parameters[0].sharded)
+        assert home is not None
+        return FlatBuffer(self.layout, parameters, home[0])
+
+    def release_full(self) -> None:
+        """Give the memory of the unsharded parameters back."""
+        if self.full is not None:
+            self.full.release()
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the sharded parameters lie in the flat tensor that is gathered."""
+        storage = self.params.flat.untyped_storage()._cdata
+        locals_ = [p.sharded._local_tensor for p in self.parameters]  # type: ignore[attr-defined]
+        return all(local.untyped_storage()._cdata == storage for local in locals_)
+
+    def forget(self) -> None:
+        """Whatever was made for parameters of another dtype or device."""
+        self.full = self.full_grads = self.grads = self.carry = self.kept = None
+        self.hooked = False
+        for parameter in self.parameters:
+            parameter.full = parameter.place = parameter.edge = None
+            sharded, grad = parameter.sharded, parameter.sharded.grad
+            if grad is not None and (grad.dtype, grad.device) != (sharded.dtype, sharded.device):
+                sharded.grad = None
 
     def make_full(self, pool: Pool, param_dtype: torch.dtype | None, owner: str) -> DBuffer:
         if self.full is None:
@@ -95,13 +153,21 @@ class FlatBuffer:
                 dtype = param_dtype
             self.full = DBuffer.whole(self.layout, dtype, pool, label="parameters", owner=owner)
             for index, parameter in enumerate(self.parameters):
+                if hasattr(parameter.sharded._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
+                    raise NotImplementedError(
+                        f"the local tensor of {parameter.name!r} was given fsdp_pre_all_gather after fully_shard, when "
+                        f"it had been laid out with others; make the parameter an instance of a subclass that has it "
+                        f"before"
+                    )
                 parameter.full = self._unsharded(index, self.full.views[index], parameter.sharded.requires_grad)
         return self.full
 
     def _unsharded(self, index: int, view: Tensor, requires_grad: bool) -> nn.Parameter:
         outer = self.layout.outer[index] if self.layout.outer else None
         if outer is None:
-            return WeightParameter(view, requires_grad=requires_grad)
+            # What an extension has made may be of a type of its own.
+            kind = WeightParameter if type(view) is Tensor else nn.Parameter
+            return kind(view, requires_grad=requires_grad)
         inner = self.layout.mesh.ndim
         assert outer.mesh.mesh_dim_names is not None
         if outer.seen is None:
@@ -114,8 +180,7 @@ class FlatBuffer:
 
     def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, owner: str) -> DBuffer:
         if self.full_grads is None:
-            assert self.full is not None
-            dtype = reduce_dtype or self.full.dtype
+            dtype = reduce_dtype or self.full_dtype
             self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label="gradients", owner=owner)
         return self.full_grads
 
@@ -133,7 +198,7 @@ class FlatBuffer:
         ):
             self.grads = first
             return
-        self.grads, self.in_place = self.params.like(), False
+        self.grads, self.in_place = DBuffer.sharded(self.layout, self.dtype, self.device), False
         for index, parameter in enumerate(self.parameters):
             grad = parameter.sharded.grad
             if grad is None:
@@ -145,7 +210,7 @@ class FlatBuffer:
     def open_grads(self) -> DBuffer:
         """Where reduced gradients go. New memory for every sum: who kept the gradients of the last step keeps them."""
         if self.grads is None:
-            self.grads = DBuffer.sharded(self.layout, self.params.dtype, self.params.device, zero=False)
+            self.grads = DBuffer.sharded(self.layout, self.dtype, self.device, zero=False)
             self.in_place = False
         return self.grads
 
@@ -153,8 +218,8 @@ class FlatBuffer:
     def may_stay(self) -> bool:
         """Whether the reduced gradient can be what the unreduced one's memory holds: same type, nothing to add to."""
         assert self.full_grads is not None
-        full, params = self.full_grads, self.params
-        return self.grads is None and full.dtype == params.dtype and full.device == params.device
+        full = self.full_grads
+        return self.grads is None and full.dtype == self.dtype and full.device == self.device
 
     def leave_grads(self) -> None:
         """The reduced gradient stays where it was summed."""
@@ -165,7 +230,7 @@ class FlatBuffer:
         """Bytes of the memory that the sharded gradient lies in."""
         if self.in_place and self.full_grads is not None and self.full_grads.lease is not None:
             return self.full_grads.lease.nbytes
-        return self.layout.shard * self.params.dtype.itemsize
+        return self.layout.shard * self.dtype.itemsize
 
     def publish(self, index: int) -> None:
         """Show the reduced gradient on the parameter."""
@@ -213,6 +278,8 @@ class Bucket:
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
         self.unshard_in_backward = True
+        # Reductions, this bucket's included, that may be in flight when it starts one.
+        self.max_reductions = 1
         # Collectives of the user's in the place of ours; what is called with a reduced gradient.
         self.gather_collective: Callable[..., Any] | None = None
         self.reduce_collective: Callable[..., Any] | None = None
@@ -232,11 +299,13 @@ class Bucket:
         self._scratch: Lease | None = None
         # Whether that reduction's result stays in the memory it is made in.
         self._stays = False
-        self._hooked = False
+        self._extended = [cast("ExtendedBuffer", buffer) for buffer in self.buffers if buffer.extended]
+
+        self._homes = self._find_homes()
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
         self.outstanding: dict[int, int] = {}
-        # Of each forward call that backward has not entered yet: the iteration it belongs to.
+        # Of each forward call that backward has not come to yet: the iteration it belongs to. The schedule keeps it.
         self.calls: dict[int, int] = {}
         # Of each forward call that backward has entered: inputs whose gradient is still to come.
         self.awaited_inputs: dict[int, int] = {}
@@ -310,7 +379,7 @@ class Bucket:
         if self.is_unsharded or self._gathers:
             return
         assert self.pool is not None and self.streams is not None
-        if any(buffer.params.device.type == "meta" for buffer in self.buffers):
+        if any(buffer.device.type == "meta" for buffer in self.buffers):
             raise RuntimeError(
                 f"the parameters of {self.name!r} are on the meta device; materialise them with "
                 f"module.to_empty(device=...) and initialise them before the first forward"
@@ -324,12 +393,15 @@ class Bucket:
             torch.no_grad(),
             _profiled("fsdp.all_gather", self.name),
         ):
-            whole = [buffer.make_full(self.pool, self.param_dtype, self.name) for buffer in self.buffers]
+            plain = [buffer for buffer in self.buffers if not buffer.extended]
+            whole = [buffer.make_full(self.pool, self.param_dtype, self.name) for buffer in plain]
             for full in whole:
                 full.acquire()
                 self.pool.note("all_gather", "parameters", self.name, full.nbytes)
             for mesh in self.meshes:
-                pairs = [(b, full) for b, full in zip(self.buffers, whole, strict=True) if b.layout.mesh == mesh]
+                pairs = [(b, full) for b, full in zip(plain, whole, strict=True) if b.layout.mesh == mesh]
+                if not pairs:
+                    continue
                 group = pairs[0][0].layout.group
                 if any(buffer.kept is not None and buffer.kept.held for buffer, _ in pairs):
                     assert self.post_forward_group is not None
@@ -338,6 +410,7 @@ class Bucket:
                 with coalesced(group, pairs[0][1].flat, 0 if self.gather_collective else len(pairs)) as together:
                     parts = [self._gather(*pair) for pair in pairs]
                 self._gathers += together(parts)
+            self._gathers += [buffer.gather(self.pool, self.name) for buffer in self._extended]
             self._hook_gradients()
 
     def _gather(self, buffer: FlatBuffer, full: DBuffer) -> Pending:
@@ -373,9 +446,18 @@ class Bucket:
                 gather.wait()
         self._note("gathered")
         self._gathers.clear()
+        if self._extended:
+            self._finish_extended()
         with torch._C.DisableTorchFunctionSubclass():
             self._register_unsharded()
         self.is_unsharded = True
+
+    def _finish_extended(self) -> None:
+        assert self.pool is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer in self._extended:
+                buffer.finish_gather(self.pool, self.name)
+            self._hook_gradients()
 
     def _register_unsharded(self) -> None:
         for parameter in self.parameters:
@@ -404,24 +486,24 @@ class Bucket:
             for module, attribute in parameter.places:
                 module._parameters[attribute] = parameter.sharded
         for buffer in self.buffers:
-            if buffer.full is not None:
-                buffer.full.release()
+            buffer.release_full()
         self.is_unsharded = False
         self.pinned = False
 
     # -- gradients --
 
     def _hook_gradients(self) -> None:
-        if self._hooked:
-            return
-        self._hooked = True
         # Autograd's nodes hold these hooks where Python's collector cannot look: a strong reference to the bucket would
         # keep a deleted model alive.
         bucket = weakref.ref(self)
         for position, buffer in enumerate(self.buffers):
+            if buffer.hooked or buffer.parameters[0].full is None:
+                continue
+            buffer.hooked = True
             for index, parameter in enumerate(buffer.parameters):
                 full = parameter.full
                 assert full is not None
+                supersede(full, parameter.name, GATHERED)
                 if not full.is_floating_point() and not full.is_complex():
                     continue
                 was = full.requires_grad
@@ -517,25 +599,14 @@ class Bucket:
         return self.encloses_others and not all(p.sharded.requires_grad for b in self.buffers for p in b.parameters)
 
     def is_left(self, iteration: int) -> bool:
-        """Whether a backward of forwards up to ``iteration`` has left this bucket for good: it has entered all of their
-        calls, and all gradients of parameters and of inputs have come.
+        """Whether a backward of forwards up to ``iteration`` has left this bucket for good: it has come to all of their
+        calls, or passed them by, and all gradients of parameters and of inputs have come.
 
         Ranks may use different parameters, or none, in each call. What they have in common is the calls, so that no
         rank gathers again, or waits for a reduction, that another does not take part in.
         """
         entered = not any(of <= iteration for of in self.calls.values())
         return self.in_backward and entered and not self.awaited_inputs and not any(self.outstanding.values())
-
-    def expect(self, call: int, iteration: int) -> None:
-        """A forward call of ``iteration`` whose output wants a gradient."""
-        if len(self.calls) >= _CALLS_KEPT:
-            # Forwards that no backward follows.
-            del self.calls[next(iter(self.calls))]
-        self.calls[call] = iteration
-
-    def forget_calls(self, iteration: int) -> None:
-        """After a backward of ``iteration``: what it has not entered is not going to be, except for later forwards."""
-        self.calls = {call: of for call, of in self.calls.items() if of > iteration}
 
     @property
     def holds_gradients(self) -> bool:
@@ -581,9 +652,11 @@ class Bucket:
         wanted = [full_grads.scratch_nbytes() for full_grads in whole]
         if not any(wanted):
             return itertools.repeat(None, len(wanted))
-        self._scratch = self.pool.scratch(sum(wanted), self.name)
-        parts = self._scratch.tensor[: sum(wanted)].split(wanted)
-        return (part.view(full_grads.dtype) for part, full_grads in zip(parts, whole, strict=True))
+        # Each begins where any dtype may.
+        room = [-(-nbytes // 128) * 128 for nbytes in wanted]
+        self._scratch = self.pool.scratch(sum(room), self.name)
+        parts = self._scratch.tensor[: sum(room)].split(room)
+        return (part[:n].view(each.dtype) for part, n, each in zip(parts, wanted, whole, strict=True))
 
     def _reduce_buffer(self, buffer: FlatBuffer, full_grads: DBuffer, scratch: Tensor | None) -> Pending:
         for parameter, view in zip(buffer.parameters, full_grads.views, strict=True):
@@ -689,18 +762,20 @@ class Bucket:
 
     def rehome(self) -> None:
         """Bring the sharded parameters back into flat buffers after ``module.to(...)`` / ``to_empty`` gave them
-        memory of their own.
+        memory of their own. Those of a buffer wait until all of them have the same dtype and device: the modules of a
+        list, and modules within others, may be converted one by one.
         """
+        for extended in self._extended:
+            extended.rehome()
         for buffer in self.buffers:
+            if buffer.extended:
+                continue
             locals_ = [p.sharded._local_tensor for p in buffer.parameters]  # type: ignore[attr-defined]
-            if all(t.untyped_storage()._cdata == buffer.params.flat.untyped_storage()._cdata for t in locals_):
+            if buffer.is_home:
                 continue
             dtypes, devices = {t.dtype for t in locals_}, {t.device for t in locals_}
             if len(dtypes) > 1 or len(devices) > 1:
-                raise RuntimeError(
-                    f"the parameters {', '.join(p.name for p in buffer.parameters)} of {self.name!r} share one flat "
-                    f"buffer but now have dtypes {dtypes} and devices {devices}; convert them together"
-                )
+                continue
             params = DBuffer.sharded(buffer.layout, dtypes.pop(), devices.pop())
             with torch.no_grad():
                 for index, (parameter, local) in enumerate(zip(buffer.parameters, locals_, strict=True)):
@@ -709,35 +784,73 @@ class Bucket:
                     home.requires_grad_(parameter.sharded.requires_grad)
                     _move_into(parameter.sharded, home)
             buffer.params = params
-            buffer.full = buffer.full_grads = buffer.grads = buffer.carry = buffer.kept = None
-            for parameter in buffer.parameters:
-                parameter.full = parameter.place = parameter.edge = None
-                parameter.sharded.grad = None
-            self._hooked = False
+            buffer.forget()
+        self._homes = self._find_homes()
+
+    def _find_homes(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]]:
+        """What ``take_up_changes`` compares: where each sharded parameter is registered, itself, and its local tensor."""
+        return [
+            (module._parameters, attribute, parameter.sharded, parameter.sharded._local_tensor)  # type: ignore[attr-defined]
+            for parameter in self.parameters
+            for module, attribute in parameter.places
+        ]
+
+    def take_up_changes(self) -> None:
+        """Between iterations: what was done to modules that are no FSDPModules themselves (``model.head.to(...)``,
+        ``to_empty``, ``load_state_dict(assign=True)``, another parameter assigned), so that the parameters that
+        compute, those that are shown and those that an optimizer trains are the same.
+
+        Raises ``RuntimeError`` where that cannot be: a parameter removed, or of another shape, or of another dtype or
+        device than those in its buffer.
+        """
+        if self.is_unsharded:
+            if all(m._parameters.get(name) is p.full for p in self.parameters for m, name in p.places):
+                return
+        else:
+            for registered, name, sharded, local in self._homes:
+                if registered.get(name) is not sharded or sharded._local_tensor is not local:  # type: ignore[attr-defined]
+                    break
+            else:
+                return
+        self.adopt_assigned()
+        self.rehome()
+        for buffer in self.buffers:
+            if not buffer.extended and not buffer.is_home:
+                where = {p.name: (str(p.sharded.dtype), str(p.sharded.device)) for p in buffer.parameters}
+                raise RuntimeError(
+                    f"parameters of {self.name!r} that share one flat buffer are now of different dtypes or on "
+                    f"different devices: {where}; convert (or materialise) all of them"
+                )
 
     def adopt_assigned(self) -> None:
         """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered."""
         assigned = False
-        for parameter in self.parameters:
+        for buffer, parameter in [(buffer, p) for buffer in self.buffers for p in buffer.parameters]:
             for module, attribute in parameter.places:
-                other = module._parameters[attribute]
-                if other is None or other is parameter.sharded:
+                other = module._parameters.get(attribute)
+                if other is parameter.sharded or (other is not None and other is parameter.full):
                     continue
+                _refuse_unfit(parameter, module, other)
+                assert other is not None
+                if not assigned:
+                    self.reshard()
+                    assigned = True
                 spec = parameter.sharded._spec  # type: ignore[attr-defined]
                 if isinstance(other, DTensor):
-                    value = other.redistribute(placements=spec.placements)
+                    value = other.detach().redistribute(placements=spec.placements)
                 else:
                     value = distribute_tensor(other.detach(), spec.mesh, spec.placements, src_data_rank=None)
-                parameter.sharded._local_tensor = value.detach().to_local()  # type: ignore[attr-defined]
+                _take_values(parameter.sharded, value, buffer.device)
+                parameter.sharded.requires_grad_(other.requires_grad)
                 module._parameters[attribute] = parameter.sharded
-                assigned = True
+                supersede(other, parameter.name, ASSIGNED)
         if assigned:
             self.rehome()
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes of this rank's own storages: ``parameters`` and ``gradients`` (the full buffers are the pool's)."""
         return {
-            "parameters": storage_bytes([b.params.flat for b in self.buffers]),
+            "parameters": storage_bytes([shard for b in self.buffers for shard in b.shards()]),
             "gradients": storage_bytes(
                 [g._local_tensor for p in self.parameters if isinstance(g := p.sharded.grad, DTensor)]
             ),
@@ -771,6 +884,29 @@ def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:
         for dim in outer.seen[2]:
             placements[dim] = gradient.placements[dim]
     return gradient.redistribute(placements=placements).to_local()
+
+
+def _refuse_unfit(parameter: BucketParameter, module: nn.Module, other: nn.Parameter | None) -> None:
+    """What stands in a module in the place of a sharded parameter cannot be its new value."""
+    what = f"parameter {parameter.name!r} ({tuple(parameter.sharded.shape)})"
+    if other is None:
+        raise RuntimeError(f"{what} was removed from its {type(module).__name__} after fully_shard; remove it before")
+    if other.shape != parameter.sharded.shape:
+        raise RuntimeError(
+            f"{what} was replaced after fully_shard by one of shape {tuple(other.shape)}; replace it before, or shard "
+            f"a module of its own"
+        )
+
+
+def _take_values(sharded: nn.Parameter, value: DTensor, home: torch.device) -> None:
+    """Let ``sharded`` hold ``value``'s local tensor, on the device that it is on unless that is meta."""
+    local = value._local_tensor if home.type == "meta" else value._local_tensor.to(home)
+    if (local.dtype, local.device) != (sharded.dtype, sharded.device):
+        # The outer tensor has a dtype and a device too.
+        fresh = nn.Parameter(DTensor(local, value._spec, requires_grad=False), requires_grad=sharded.requires_grad)
+        fresh.__dict__.update(sharded.__dict__)
+        torch.utils.swap_tensors(sharded, fresh)
+    sharded._local_tensor = local  # type: ignore[attr-defined]  # a DTensor
 
 
 def _run_hooks(parameter: nn.Parameter) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
 from fsdp.hooks import State, state_of
@@ -56,6 +57,7 @@ def _refuse_in_an_iteration(state: State) -> None:
             f"optimizer.step() and the next forward"
         )
     # Registers the shards, which are what is copied.
+    state.bucket.take_up_changes()
     state.bucket.reshard()
 
 
@@ -63,13 +65,9 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
     """The bucket's buffers with the same values; ``memo`` maps its parameters to the new ones."""
     buffers = []
     for buffer in bucket.buffers:
-        old = buffer.params
-        params = DBuffer.sharded(buffer.layout, old.dtype, old.device, zero=False)
-        with torch.no_grad():
-            params.flat.copy_(old.flat)
+        homes = _copy_shards(buffer)
         parameters = []
-        for index, parameter in enumerate(buffer.parameters):
-            home = params.dtensor(index)
+        for home, parameter in zip(homes, buffer.parameters, strict=True):
             sharded = nn.Parameter(home, requires_grad=parameter.sharded.requires_grad)
             # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
             sharded._local_tensor = home._local_tensor  # type: ignore[attr-defined]  # a DTensor
@@ -78,10 +76,22 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
                     setattr(sharded, attribute, copy.deepcopy(value, memo))
             memo[id(parameter.sharded)] = sharded
             parameters.append(BucketParameter(parameter.name, list(parameter.places), sharded))
-        copied = FlatBuffer(buffer.layout, parameters, params)
+        copied = buffer.copied(parameters)
         copied.reduce_group = buffer.reduce_group
         buffers.append(copied)
     return buffers
+
+
+def _copy_shards(buffer: FlatBuffer) -> list[DTensor]:
+    """Copies of a buffer's sharded parameters: in a flat buffer again, but for those of tensor subclasses."""
+    if buffer.extended:
+        (old,) = [parameter.sharded for parameter in buffer.parameters]
+        local = old._local_tensor.detach().clone()  # type: ignore[attr-defined]  # a DTensor
+        return [DTensor(local, old._spec, requires_grad=False)]  # type: ignore[attr-defined]  # a DTensor
+    params = DBuffer.sharded(buffer.layout, buffer.dtype, buffer.device, zero=False)
+    with torch.no_grad():
+        params.flat.copy_(buffer.params.flat)
+    return [params.dtensor(index) for index in range(len(buffer.parameters))]
 
 
 def _finish(
@@ -124,6 +134,7 @@ _SETTINGS = (
     "requires_all_reduce",
     "divide_factor",
     "unshard_in_backward",
+    "max_reductions",
     "post_forward_group",
     "keeps_unsharded",
     "gather_collective",

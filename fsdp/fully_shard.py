@@ -12,7 +12,6 @@ See arXiv 2602.22437 (veScale-FSDP) for the design and torch's documentation of 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -23,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp.agree import agree
 from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
+from fsdp.extension import ExtendedBuffer, chunk_numel, is_extended, local_shard
 from fsdp.hooks import State, state_of
 from fsdp.module import FSDPModule, fsdp_class
-from fsdp.weight_grad import WeightParameter
+from fsdp.superseded import UNSHARDED, name_of_superseded, supersede
 from ragged_shard.block import Block
 from ragged_shard.dbuffer import DBuffer, Layout, Outer
 from ragged_shard.placement import RaggedShard
@@ -144,9 +142,10 @@ def fully_shard(
         found.extend(_parameters(modules, ignored_params or set(), inspect))
         if data_dims or not isinstance(reshard_after_forward, (bool, type(None))):
             _refuse_several_meshes(found, mesh)
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            _refuse_extended(found)
         for group in _groups(found):
-            ranks = group.mesh.size(group.mesh.ndim - 1)
-            group.plan = plan_bucket(group.specs, ranks, alignment_bytes=ALIGNMENT_BYTES)
+            group.make_plan()
             groups.append(group)
         return "\n".join([one.describe() for one in found] + [group.describe() for group in groups])
 
@@ -157,7 +156,7 @@ def fully_shard(
         agree(other, "fully_shard", functools.partial(_described, there))
 
     device = _device_of(mesh)
-    buffers = [buffer for group in groups for buffer in group.build(device, offload_policy)]
+    buffers = [buffer for group in groups for buffer in group.build(device, offload_policy, mp_policy)]
     bucket = Bucket(
         _name_of(modules),
         buffers,
@@ -247,6 +246,8 @@ class _Found:
         self.name, self.parameter, self.outer, self.mesh = name, parameter, outer, mesh
         self.places: list[tuple[nn.Module, str]] = []
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        # Whether a tensor subclass says what is gathered.
+        self.extended = is_extended(name, local)
         self.local: Tensor = local.detach()
         self.block = 1 if block is None else block.numel(self.local.shape)
 
@@ -254,7 +255,8 @@ class _Found:
         """What must be equal on all ranks, so that a difference can be named."""
         parameter = self.parameter
         grad = "trainable" if parameter.requires_grad else "frozen"
-        return f"{self.name} {tuple(parameter.shape)} {parameter.dtype} {grad} block={self.block}"
+        kind = f" {type(self.local).__name__} with fsdp_pre_all_gather" if self.extended else ""
+        return f"{self.name} {tuple(parameter.shape)} {parameter.dtype} {grad} block={self.block}{kind}"
 
 
 def _parameters(
@@ -291,18 +293,11 @@ def _inspect(
     name: str,
     parameter: nn.Parameter,
 ) -> _Found:
-    if (owner := _superseded.get(parameter)) is not None:
+    if (owner := name_of_superseded(parameter)) is not None:
         raise ValueError(
             f"parameter {name!r} is tied to {owner!r}, which an earlier fully_shard call has sharded; parameters that "
             f"share memory must lie in one bucket: leave that module to the call on their common parent, or pass both "
             f"modules in one list"
-        )
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    if hasattr(local, "fsdp_pre_all_gather"):
-        raise NotImplementedError(
-            f"parameter {name!r} is a {type(local).__name__} with fsdp_pre_all_gather, an extension that changes "
-            f"what is gathered; here shards are gathered as they lie. Put it into ignored_params, or make it a plain "
-            f"parameter and choose the dtype of gathers by mp_policy.param_dtype"
         )
     mesh, outer = mesh_of(name, parameter), None
     if data_dims:
@@ -341,6 +336,15 @@ def _refuse_several_meshes(found: Sequence[_Found], mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"shard_placement_fn wants {one.name!r} on a mesh of its own, which goes neither with dp_mesh_dims nor "
                 f"with a number as reshard_after_forward; shard its module by a fully_shard call with that mesh"
+            )
+
+
+def _refuse_extended(found: Sequence[_Found]) -> None:
+    for one in found:
+        if one.extended:
+            raise NotImplementedError(
+                f"parameter {one.name!r} has fsdp_pre_all_gather, which does not go with a number as "
+                f"reshard_after_forward (nor does it with FSDP2); pass True or False"
             )
 
 
@@ -413,12 +417,24 @@ class _Group:
         self.specs = [TensorSpec(m.name, m.local.numel(), dtype.itemsize, m.block) for m in members]
         self.plan: BucketPlan | None = None
 
+    def make_plan(self) -> None:
+        ranks = self.mesh.size(self.mesh.ndim - 1)
+        if not self.members[0].extended:
+            self.plan = plan_bucket(self.specs, ranks, alignment_bytes=ALIGNMENT_BYTES)
+            return
+        (one,), itemsize = self.members, self.dtype.itemsize
+        chunk = chunk_numel(one.name, one.local.shape, one.block, ranks)
+        spec = TensorSpec(one.name, one.local.numel(), itemsize, chunk)
+        self.plan = plan_bucket([spec], ranks, alignment_bytes=itemsize)
+
     def describe(self) -> str:
         """What must be equal on all ranks."""
         assert self.plan is not None
         return f"plan {self.plan.digest()} of {', '.join(m.name for m in self.members)}"
 
-    def build(self, device: torch.device, offload: OffloadPolicy) -> Iterable[FlatBuffer]:
+    def build(
+        self, device: torch.device, offload: OffloadPolicy, mp_policy: MixedPrecisionPolicy
+    ) -> Iterable[FlatBuffer]:
         assert self.plan is not None
         mesh = self.mesh
         by_name = {m.name: m for m in self.members}
@@ -432,6 +448,9 @@ class _Group:
                 home, pinned = torch.device("cpu"), offload.pin_memory and device.type != "cpu"
             if members[0].local.device.type == "meta":
                 home, pinned = torch.device("meta"), False
+            if members[0].extended:
+                yield ExtendedBuffer(layout, _shard_extended(members[0], layout, home), mp_policy)
+                continue
             params = DBuffer.sharded(layout, self.dtype, home, pin_memory=pinned)
             parameters = []
             for index, member in enumerate(members):
@@ -440,16 +459,16 @@ class _Group:
 
 
 def _groups(found: list[_Found]) -> list[_Group]:
-    groups: dict[tuple[torch.dtype, DeviceMesh, bool, bool], list[_Found]] = {}
+    groups: dict[tuple[Any, ...], list[_Found]] = {}
     for one in found:
         p = one.parameter
-        groups.setdefault((p.dtype, one.mesh, p.requires_grad, p.device.type == "meta"), []).append(one)
-    return [_Group(key[0], key[1], members) for key, members in groups.items()]
+        alone = one.name if one.extended else None
+        groups.setdefault((p.dtype, one.mesh, p.requires_grad, p.device.type == "meta", alone), []).append(one)
+    return [_Group(members[0].parameter.dtype, members[0].mesh, members) for members in groups.values()]
 
 
 def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:
     """Replace a parameter by its shard, copied from this rank's own full copy (no communication, as torch)."""
-    original = member.parameter
     dtensor = params.dtensor(index)
     local = dtensor._local_tensor
     base, _ = params.plan.owned(params.layout.rank)
@@ -458,16 +477,28 @@ def _shard(member: _Found, params: DBuffer, index: int) -> BucketParameter:
     if member.local.device.type != "meta":
         flat = member.local.reshape(-1)
         local.view(-1).copy_(flat[base + lo - start : base + hi - start])
+    return _replace(member, dtensor)
+
+
+def _shard_extended(member: _Found, layout: Layout, home: torch.device) -> BucketParameter:
+    """The same for a tensor subclass: its shard is one too, in memory of its own."""
+    data = member.local if home.type == "meta" else member.local.to(home)
+    local = local_shard(data, layout.shard, layout.rank)
+    return _replace(member, DTensor(local, layout.dtensor_spec(0, data.dtype), requires_grad=False))
+
+
+def _replace(member: _Found, dtensor: DTensor) -> BucketParameter:
+    """Register the shard in the place of the parameter."""
+    original, local = member.parameter, dtensor._local_tensor
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
     sharded._local_tensor = local  # type: ignore[attr-defined]  # a DTensor
     for attribute, value in original.__dict__.items():
-        setattr(sharded, attribute, value)
+        if not (member.extended and isinstance(value, Tensor)):  # what a subclass keeps its whole values in
+            setattr(sharded, attribute, value)
     for module, attribute in member.places:
         module._parameters[attribute] = sharded
-    global _replaced
-    _replaced += 1
-    _superseded[original] = member.name
+    supersede(original, member.name, UNSHARDED)
     return BucketParameter(member.name, member.places, sharded)
 
 
@@ -478,35 +509,3 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     buffer.data = buffer.to(device)
 
-
-# Parameters that fully_shard has replaced, by the name they had: an optimizer or a module that still holds one is
-# out of date, and would train (or be left) alone without a word.
-_superseded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# Of each optimizer: how many parameters it had, and how many had ever been replaced, when it was last found in order.
-_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-_replaced = 0
-
-
-def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
-    groups = optimizer.param_groups
-    count = sum(len(group["params"]) for group in groups)
-    if _checked.get(optimizer) == (count, _replaced):
-        return
-    for group in groups:
-        for parameter in group["params"]:
-            if (name := _superseded.get(parameter)) is not None:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} was built before fully_shard: it still holds the unsharded parameter "
-                    f"{name!r}, which the model does not use any more. Build the optimizer after fully_shard, from "
-                    f"model.parameters()"
-                )
-            if isinstance(parameter, WeightParameter):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} holds a gathered parameter of shape {tuple(parameter.shape)}: it was "
-                    f"built while modules showed those (between forward and backward, or after unshard()), and would "
-                    f"train what the next gather overwrites. Build it before the first forward, or after a backward"
-                )
-    _checked[optimizer] = (count, _replaced)
-
-
-register_optimizer_step_pre_hook(_refuse_superseded)

@@ -196,11 +196,13 @@ class State:
         self._to_run.discard(module)
         output = self._cast_output(output)
         tensors = list(_differentiable(output)) if torch.is_grad_enabled() else []
+        needs_backward = self._needs_backward(bool(tensors))
+        if needs_backward:
+            self.schedule.expect(call, self.bucket)
         if not self._to_run and not self._open:
             self.bucket.reshard_after_forward = self._reshards()
-            self.schedule.after_forward(self.bucket, self._needs_backward(bool(tensors)))
+            self.schedule.after_forward(self.bucket, needs_backward)
         if tensors:
-            self.bucket.expect(call, self.schedule.iteration)
             # Inputs handed through, nothing computed: backward leaves (by hooks of the same tensors) as it enters.
             computed = any(id(tensor) not in watched for tensor in tensors)
             for tensor in tensors:
@@ -241,7 +243,7 @@ class State:
                 bucket_state._to_run.clear()
                 assert self.schedule is not None
                 bucket_state.bucket.reshard_after_forward = bucket_state._reshards()
-                self.schedule.after_forward(bucket_state.bucket, bucket_state._needs_backward(False))
+                self.schedule.end_group(bucket_state.bucket, bucket_state._needs_backward(False))
 
     @functools.cached_property
     def _below(self) -> list[State]:
@@ -281,18 +283,18 @@ class State:
     def _entered(self, call: int, inputs: dict[int, Node] | None, _: Tensor) -> None:
         """``inputs``: the nodes that bring the inputs' gradients; ``None``: these are the outputs'."""
         assert self.schedule is not None
-        self.schedule.enter_backward(self.bucket.calls.pop(call, self.schedule.iteration))
+        self.schedule.enter_backward(self.bucket.calls.get(call, self.schedule.iteration))
         if inputs is None:
             # Passed by. Not now: gradients of modules behind this one may still be to come (Schedule._pass_by).
             return
         awaited = self.bucket.awaited_inputs
         if call not in awaited and (count := sum(map(_will_run, inputs.values()))):
             awaited[call] = count
-        self.schedule.before_backward(self.bucket, [s.bucket for s in reversed(self.backward_prefetch)])
+        self.schedule.before_backward(self.bucket, call, [s.bucket for s in reversed(self.backward_prefetch)])
 
     def _memory_wanted(self) -> None:
         if self.schedule is not None:
-            self.schedule.before_memory()
+            self.schedule.before_memory(self.bucket)
 
     def _gradients_complete(self) -> None:
         assert self.schedule is not None

@@ -182,7 +182,7 @@ def _bucket(bucket: Bucket, optimizer: Optimizer | None) -> BucketMemory:
         numel=numel,
         padding=room / numel - 1 if numel else 0.0,
         parameters=live["parameters"],
-        predicted_parameters=sum(b.layout.shard * b.params.dtype.itemsize for b in bucket.buffers),
+        predicted_parameters=sum(b.shard_nbytes() for b in bucket.buffers),
         gradients=live["gradients"],
         predicted_gradients=sum(
             b.grads_nbytes() for b in bucket.buffers if any(p.sharded.grad is not None for p in b.parameters)

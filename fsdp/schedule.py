@@ -9,11 +9,16 @@ sequence of collectives:
     reduction  in the reverse order in which buckets began their forward, each started when backward has left it and all
                before it, at most one in flight; what is still missing at the end is reduced then, and what a rank has
                no gradient for counts as zero
+
+Backward goes through the calls of modules in the reverse order of forward. Where a rank's graph lacks one (the module
+handed its input through, or the loss does not depend on it), the call is passed by when the rank comes to one before
+it: gathered and reduced as on the ranks that compute there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,9 +28,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.bucket import Bucket, FlatBuffer
 from fsdp.streams import CommStreams
+from fsdp.weight_grad import Witnesses, witnesses_of
 from ragged_shard.pool import Pool
 
 __all__ = ["Schedule"]
+
+# Forwards that are remembered at most until a backward comes to them.
+_KEPT = 256
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A forward of the root: its buckets in the order in which they began, its calls of modules that backward comes to,
+    and some of its autograd nodes.
+    """
+
+    began: dict[Bucket, None] = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
+    witnesses: Witnesses = field(default_factory=Witnesses)
 
 
 class Schedule:
@@ -41,13 +61,14 @@ class Schedule:
         self.root: object | None = None
         # A forward raised since the last reset.
         self.failed = False
-        self._records_backward = False
-        # Of forwards; and the one that the backward under way began with.
+        # Of forwards; and the latest one that the backward under way has come to.
         self.iteration = 0
         self._backward_of = 0
         self._sequence: list[Bucket] = []
         self._last_sequence: list[Bucket] = []
-        self._backward_stack: list[Bucket] = []
+        # Calls of modules that backward has not come to, in the order of their ends; the forwards they belong to.
+        self._calls: dict[int, Bucket] = {}
+        self._forwards: dict[int, _Forward] = {}
         self._reduce_order: list[Bucket] = []
         self._ready: set[Bucket] = set()
         self._in_flight: list[Bucket] = [] if shared is None else shared._in_flight
@@ -70,17 +91,29 @@ class Schedule:
             return False
         self.root = root
         self.iteration += 1
-        self._records_backward = torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            witnesses_of(self._forward().witnesses)
         for bucket in self.buckets:
+            bucket.take_up_changes()
             if not (bucket.pinned or bucket.keeps_unsharded):
                 bucket.reshard()
         self._last_sequence, self._sequence = self._sequence, []
         self.streams.after_optimizer()
         return True
 
+    def _forward(self) -> _Forward:
+        """The record of the forward under way."""
+        if self.iteration not in self._forwards:
+            self._forwards[self.iteration] = _Forward()
+            if len(self._forwards) > _KEPT:
+                # No backward follows them.
+                self._forget([next(iter(self._forwards))])
+        return self._forwards[self.iteration]
+
     def leave_forward(self, root: object) -> None:
         if self.root is root:
             self.root = None
+            witnesses_of(None)
             for bucket in self.buckets:
                 # Prefetched and not run after all.
                 if not bucket.is_unsharded and not bucket.pinned:
@@ -90,8 +123,8 @@ class Schedule:
         """Unshard ``bucket`` and start on the next."""
         position = len(self._sequence)
         self._sequence.append(bucket)
-        if self._records_backward and bucket not in self._reduce_order and bucket.trainable:
-            self._reduce_order.insert(0, bucket)
+        if bucket.trainable and (forward := self._forwards.get(self.iteration)) is not None:
+            forward.began[bucket] = None
         bucket.unshard()
         bucket.wait_unshard()
         bucket.pinned = False
@@ -102,16 +135,27 @@ class Schedule:
         elif position + 1 < len(last) and last[position] is bucket:
             last[position + 1].unshard()
 
+    def expect(self, call: int, bucket: Bucket) -> None:
+        """A forward call of ``bucket`` that this or another rank's backward will come to."""
+        bucket.calls[call] = self.iteration
+        self._calls[call] = bucket
+        self._forward().calls.append(call)
+
     def after_forward(self, bucket: Bucket, needs_backward: bool) -> None:
-        if needs_backward:
-            if bucket in self._backward_stack:
-                self._backward_stack.remove(bucket)
-            self._backward_stack.append(bucket)
+        """``bucket`` has computed for the last time in this forward, or call of its module."""
         if bucket.reshard_after_forward:
             if needs_backward and bucket.post_forward_group is not None:
                 bucket.reshard_to_group()
             else:
                 bucket.reshard()
+
+    def end_group(self, bucket: Bucket, needs_backward: bool) -> None:
+        """The root's forward ends, and did not run all modules of this bucket's list on this rank: on all ranks,
+        backward comes to it next.
+        """
+        for call in [call for call, of in bucket.calls.items() if of == self.iteration]:
+            self._calls[call] = self._calls.pop(call)
+        self.after_forward(bucket, needs_backward)
 
     def runs_last(self, bucket: Bucket) -> bool:
         """Whether ``bucket`` was the last to begin its forward in the last iteration: backward starts with it."""
@@ -121,58 +165,89 @@ class Schedule:
 
     def enter_backward(self, iteration: int) -> None:
         """Called by every module that backward enters; ``iteration``: that of the forward."""
-        if not self._callback_queued:
-            self._callback_queued = True
-            # Backward begins with the last forward that it covers.
-            self._backward_of = iteration
-            Variable._execution_engine.queue_callback(self.end_backward)
+        if self._callback_queued:
+            self._backward_of = max(self._backward_of, iteration)
+            return
+        self._callback_queued = True
+        # Backward begins with the last forward that it covers.
+        self._backward_of = iteration
+        Variable._execution_engine.queue_callback(self.end_backward)
+        for earlier in [number for number in self._forwards if number < iteration]:
+            # Unlike the calls of one module, what the loss depends on is the same on all ranks.
+            if self._forwards[earlier].witnesses.will_run() is False:
+                self._forget([earlier])
+        order: dict[Bucket, None] = {}
+        for number, forward in self._forwards.items():
+            if number <= iteration:
+                order.update(forward.began)
+        self._reduce_order = list(reversed(order))
 
-    def before_backward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
-        """Unshard ``bucket`` again and start on the one whose backward comes next."""
-        stack = self._backward_stack
-        if bucket in stack:
-            while (other := stack.pop()) is not bucket:
-                other.enter_backward()
-                self._pass_by(other, any(other.outstanding.values()))
+    def _forget(self, iterations: Iterable[int]) -> None:
+        """No backward comes to these forwards any more."""
+        for iteration in iterations:
+            for call in self._forwards.pop(iteration).calls:
+                if (bucket := self._calls.pop(call, None)) is not None:
+                    del bucket.calls[call]
+
+    def _last_call(self) -> int | None:
+        """The last of the calls that this backward has not come to."""
+        for call in reversed(self._calls):
+            if self._calls[call].calls[call] <= self._backward_of:
+                return call
+        return None
+
+    def before_backward(self, bucket: Bucket, call: int, prefetch: list[Bucket]) -> None:
+        """Backward enters ``call`` of ``bucket``: unshard it again and start on the one whose backward comes next."""
+        if call in self._calls:
+            while (last := self._last_call()) is not None and last != call:
+                self._pass_by(last)
+            del bucket.calls[call], self._calls[call]
         self._gather_in_backward(bucket)
         bucket.enter_backward()
         if prefetch:
             for other in prefetch:
                 other.unshard()
-        elif self.prefetches_backward and stack and stack[-1].unshard_in_backward:
-            stack[-1].unshard()
+        elif self.prefetches_backward and (last := self._last_call()) is not None:
+            following = self._calls[last]
+            if following.unshard_in_backward:
+                following.unshard()
 
     def _gather_in_backward(self, bucket: Bucket) -> None:
         if not bucket.is_unsharded:
-            self.before_memory()
+            self.before_memory(bucket)
         if bucket.unshard_in_backward:
             bucket.unshard()
             bucket.wait_unshard()
 
-    def _pass_by(self, bucket: Bucket, awaited: bool = False) -> None:
-        """Backward does not enter ``bucket`` on this rank, where its forward computed nothing that the loss depends on,
-        but may on others: gather and reduce it when they do. ``awaited``: a gradient will come here all the same.
+    def _pass_by(self, call: int, running: bool = True) -> None:
+        """Backward does not come to ``call`` on this rank, where it computed nothing that the loss depends on, but may
+        on others: gather and reduce its bucket when they do. ``running``: within the backward, not at its end.
         """
+        bucket = self._calls.pop(call)
+        del bucket.calls[call]
+        if running:
+            bucket.enter_backward()
         self._gather_in_backward(bucket)
-        if awaited or bucket.captured:
+        if bucket.captured or (running and any(bucket.outstanding.values())):
+            # A gradient will come here all the same.
             return
-        bucket.forget_calls(self._backward_of)
         bucket.open_backward()
         bucket.owes = True
         self.after_backward(bucket)
 
-    def before_memory(self) -> None:
-        """In backward a bucket is about to take memory, for parameters or for unreduced gradients.
+    def before_memory(self, bucket: Bucket) -> None:
+        """In backward ``bucket`` is about to take memory, for parameters or for unreduced gradients.
 
         On CPU the reduction in flight is finished first: what it holds is what is asked for now, so the pool need not
         be larger, and nothing but gloo's thread could have worked on. On accelerators waiting here would stall the
         compute stream.
         """
         if self.device.type == "cpu":
-            self._finish_reductions()
+            self._finish_reductions(bucket.max_reductions - 1)
 
-    def _finish_reductions(self) -> None:
-        while self._in_flight:
+    def _finish_reductions(self, but: int = 0) -> None:
+        """Wait for the reductions in flight, in order, ``but`` the last so many."""
+        while len(self._in_flight) > but:
             self._in_flight.pop(0).finish_reduce()
 
     def after_backward(self, bucket: Bucket) -> None:
@@ -193,15 +268,16 @@ class Schedule:
 
     def _start_reduce(self, bucket: Bucket, later: Sequence[Bucket]) -> None:
         """Reduce ``bucket``; ``later`` are those whose turn comes after it in this backward."""
-        self._finish_reductions()
+        self._finish_reductions(bucket.max_reductions - 1)
         bucket.reduce(last=all(other.holds_gradients for other in later))
         self._in_flight.append(bucket)
 
     def end_backward(self) -> None:
         """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
         self._callback_queued = False
-        while self._backward_stack and not any(bucket.captured for bucket in self.buckets):
-            self._pass_by(self._backward_stack.pop())
+        if not any(bucket.captured for bucket in self.buckets):
+            while (call := self._last_call()) is not None:
+                self._pass_by(call, running=False)
         owing = self._owing()
         for position, bucket in enumerate(owing):
             bucket.open_backward()
@@ -212,10 +288,10 @@ class Schedule:
         for bucket in self.buckets:
             if bucket.in_backward:
                 bucket.leave_backward(used.get(bucket))
-            bucket.forget_calls(self._backward_of)
             if bucket.reshard_after_backward:
                 bucket.reshard()
-        self._backward_stack.clear()
+        # Later forwards may have a backward of their own.
+        self._forget([number for number in self._forwards if number <= self._backward_of])
         self._ready.clear()
 
     def _owing(self) -> list[Bucket]:
@@ -257,6 +333,6 @@ class Schedule:
         self.failed = self._callback_queued = False
         for bucket in self.buckets:
             bucket.discard()
-        for record in (self._sequence, self._backward_stack, self._reduce_order):
+        witnesses_of(None)
+        for record in (self._sequence, self._reduce_order, self._calls, self._forwards, self._ready):
             record.clear()
-        self._ready.clear()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +88,17 @@ class Lease:
         empty = torch.empty(0, dtype=dtype, device=pool.device)
         self.tensor: Tensor = empty.set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
 
+    @classmethod
+    def over(cls, pool: Pool, storage: torch.UntypedStorage, label: str, owner: str) -> Lease:
+        """A lease whose memory is that of ``storage``, under the tensors that lie in it."""
+        lease = object.__new__(cls)
+        lease._pool, lease._storage, lease.nbytes = pool, storage, storage.nbytes()
+        lease.label, lease.owner, lease.held = label, owner, True
+        lease._block = _Block(torch.UntypedStorage(0, device=pool.device)) if _CAN_SWAP else None
+        empty = torch.empty(0, dtype=torch.uint8, device=pool.device)
+        lease.tensor = empty.set_(storage, 0, (lease.nbytes,))  # type: ignore[call-overload]
+        return lease
+
     def acquire(self) -> bool:
         """Put memory under the views (undefined contents); ``False`` when it is there already."""
         if self.held:
@@ -114,6 +126,8 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ledger = Ledger()
+        # What makes a block of so many bytes, if not torch's allocator for the device.
+        self.allocator: Callable[[int], torch.UntypedStorage] | None = None
         # A list to be filled with what happens, or None: nothing is recorded.
         self.timeline: list[Event] | None = None
         # On accelerators, who uses a block last would have to leave an event.
@@ -142,6 +156,14 @@ class Pool:
             self._scratch = _round_up(nbytes)
         return Lease(self, min(free, default=nbytes), torch.uint8, "scratch", owner)
 
+    def adopt(self, storage: torch.UntypedStorage, label: str = "", owner: str = "") -> Lease:
+        """A lease, held, over memory that somebody else has allocated: from now on it comes and goes as any other's."""
+        lease = Lease.over(self, storage, label, owner)
+        self.ledger.held += lease.nbytes
+        self.ledger.grown += 1
+        self._count(lease)
+        return lease
+
     def trim(self) -> None:
         """Free every block that is not in use."""
         for nbytes in list(self._lent):
@@ -150,13 +172,17 @@ class Pool:
             self.ledger.held -= nbytes * len(blocks)
         self._free.clear()
 
-    def _acquire(self, lease: Lease) -> None:
+    def _count(self, lease: Lease) -> None:
         ledger = self.ledger
         ledger.acquired += 1
         ledger.in_use += lease.nbytes
         ledger.by_label[lease.label] += lease.nbytes
         ledger.peak_in_use = max(ledger.peak_in_use, ledger.in_use)
         self.note("acquire", lease.label, lease.owner, lease.nbytes)
+
+    def _acquire(self, lease: Lease) -> None:
+        ledger = self.ledger
+        self._count(lease)
         if not _CAN_SWAP:
             lease._storage.resize_(lease.nbytes)
             ledger.grown += 1
@@ -169,7 +195,10 @@ class Pool:
             if block.event is not None:
                 torch.accelerator.current_stream(self.device).wait_event(block.event)
         else:
-            block = _Block(torch.UntypedStorage(lease.nbytes, device=self.device))
+            make = self.allocator
+            block = _Block(
+                torch.UntypedStorage(lease.nbytes, device=self.device) if make is None else make(lease.nbytes)
+            )
             ledger.held += lease.nbytes
             ledger.grown += 1
         _swap(lease._storage, block.storage)
