@@ -279,9 +279,11 @@ class DBuffer:
             raise ValueError("only a sharded DBuffer has DTensor views; a whole one has plain views")
         # Every DTensor gets a local of its own: torch.utils.swap_tensors and `_local_tensor` assignment must not alias
         # two of them.
-        local = self.views[index].view(self.views[index].shape)
+        _, shape, (lo, hi) = self.layout.specs[index]
+        local = self._flat[lo:hi].view(shape)
         _HOMES[local] = (self, index)
-        return DTensor(local, self.layout.dtensor_spec(index, self.dtype), requires_grad=False)
+        # Without DTensor's __init__, which does nothing, behind Dynamo's guard.
+        return DTensor.__new__(DTensor, local, self.layout.dtensor_spec(index, self.dtype), requires_grad=False)
 
     def like(self, dtype: torch.dtype | None = None) -> DBuffer:
         """A new, zeroed, sharded DBuffer of the same layout (optimizer states, gradients)."""

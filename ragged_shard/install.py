@@ -321,6 +321,12 @@ def _check_equals(stock: Any) -> Any:
     return _check_equals
 
 
+def _custom_op_handlers(stock: Any) -> Any:
+    from ragged_shard import fused
+
+    return {**stock, **dict.fromkeys(fused.OPERATORS, fused.run)}
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         _TENSOR + "_api:DTensor.redistribute",
@@ -446,6 +452,13 @@ HOOKS: tuple[Hook, ...] = (
         _data_ptr,
         "deepcopy, torch.save and async_save would look for memory in a DTensor whose shard lies inside a flat buffer",
     ),
+    Hook(
+        _TENSOR + "_api:DTensor._op_dispatcher._custom_op_handlers",
+        (),
+        _custom_op_handlers,
+        optional=True,
+        why="a step of torch's fused optimizers would wrap and compare every tensor: 2 % of a small model's step",
+    ),
 )
 
 
@@ -531,6 +544,9 @@ def _probe_types() -> list[str]:
             wrong.append(f"{kind.__module__}.{kind.__name__} has fields {found}, expected {names}")
     if TensorMeta._fields != ("shape", "stride", "dtype"):
         wrong.append(f"TensorMeta has fields {TensorMeta._fields}, expected ('shape', 'stride', 'dtype')")
+    handlers = getattr(torch.distributed.tensor.DTensor._op_dispatcher, "_custom_op_handlers", {})
+    if not isinstance(handlers, dict):
+        wrong.append(f"DTensor._op_dispatcher._custom_op_handlers is no dict but {handlers!r}")
     if not hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
         wrong.append("torch._C._clear_DTensor_sharding_propagator_cache does not exist")
     if not hasattr(torch._C._distributed, "Placement"):

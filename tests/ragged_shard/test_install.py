@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from ragged_shard import RaggedShard
+from ragged_shard import RaggedShard, fused
 from ragged_shard.install import HOOKS, install, installed
 from tests import cluster
 
@@ -182,6 +182,27 @@ def copies_a_view():
     assert isinstance(copy, nn.Parameter) and isinstance(loaded["parameter"], nn.Parameter) and copy.requires_grad
 
 
+def updates_without_dispatch():
+    """A spec for every tensor of every row, made and compared in Python, costs more than a small model's update."""
+    parameters = [nn.Parameter(ragged()) for _ in range(3)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    calls = []
+
+    def note(frame, event, _):
+        if event == "call" and "torch/distributed/tensor/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    for measured in (False, False, True):
+        for parameter in parameters:
+            parameter.grad = ragged()
+        sys.setprofile(note if measured else None)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+    assert not calls, calls
+
+
 SCENARIOS = {
     "DTensor.redistribute": moves_without_autograd,
     "_redistribute:redistribute_local_tensor": moves,
@@ -202,6 +223,7 @@ SCENARIOS = {
     "DTensor.data_ptr": copies_a_view,
     "DTensor._stable_hash_for_caching": has_a_key_of_its_own,
     "DTensorSpec._check_equals": compiles_again_for_another_shape,
+    "_op_dispatcher._custom_op_handlers": updates_without_dispatch,
 }
 
 
@@ -222,6 +244,8 @@ def removed(hook):
             stock.__defaults__,
             stock.__kwdefaults__,
         )
+    elif hook.name == "_custom_op_handlers":
+        setattr(hook.owner, hook.name, {op: handler for op, handler in current.items() if handler is not fused.run})
     elif hook.name == "propagate_op_sharding":
         stock = type(current)(hook_of("propagate_op_sharding_non_cached").current().__wrapped__)
         setattr(hook.owner, hook.name, stock)
