@@ -788,11 +788,11 @@ class Bucket:
         self._homes = self._find_homes()
 
     def _find_homes(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]]:
-        """What ``take_up_changes`` compares: where each sharded parameter is registered, itself, and its local tensor."""
+        """What ``take_up_changes`` compares: where a sharded parameter is registered, itself, its local tensor."""
         return [
-            (module._parameters, attribute, parameter.sharded, parameter.sharded._local_tensor)  # type: ignore[attr-defined]
-            for parameter in self.parameters
-            for module, attribute in parameter.places
+            (module._parameters, attribute, p.sharded, p.sharded._local_tensor)  # type: ignore[attr-defined]
+            for p in self.parameters
+            for module, attribute in p.places
         ]
 
     def take_up_changes(self) -> None:
@@ -825,7 +825,7 @@ class Bucket:
     def adopt_assigned(self) -> None:
         """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered."""
         assigned = False
-        for buffer, parameter in [(buffer, p) for buffer in self.buffers for p in buffer.parameters]:
+        for home, parameter in [(buffer.device, p) for buffer in self.buffers for p in buffer.parameters]:
             for module, attribute in parameter.places:
                 other = module._parameters.get(attribute)
                 if other is parameter.sharded or (other is not None and other is parameter.full):
@@ -837,10 +837,10 @@ class Bucket:
                     assigned = True
                 spec = parameter.sharded._spec  # type: ignore[attr-defined]
                 if isinstance(other, DTensor):
-                    value = other.detach().redistribute(placements=spec.placements)
+                    value = other.redistribute(placements=spec.placements)
                 else:
                     value = distribute_tensor(other.detach(), spec.mesh, spec.placements, src_data_rank=None)
-                _take_values(parameter.sharded, value, buffer.device)
+                _take_values(parameter.sharded, value.detach(), home)
                 parameter.sharded.requires_grad_(other.requires_grad)
                 module._parameters[attribute] = parameter.sharded
                 supersede(other, parameter.name, ASSIGNED)
@@ -898,8 +898,9 @@ def _refuse_unfit(parameter: BucketParameter, module: nn.Module, other: nn.Param
         )
 
 
-def _take_values(sharded: nn.Parameter, value: DTensor, home: torch.device) -> None:
-    """Let ``sharded`` hold ``value``'s local tensor, on the device that it is on unless that is meta."""
+def _take_values(sharded: nn.Parameter, value: Tensor, home: torch.device) -> None:
+    """Let ``sharded`` hold the local tensor of ``value``, a DTensor: on the device that it is on unless that is meta."""
+    assert isinstance(value, DTensor)
     local = value._local_tensor if home.type == "meta" else value._local_tensor.to(home)
     if (local.dtype, local.device) != (sharded.dtype, sharded.device):
         # The outer tensor has a dtype and a device too.

@@ -508,4 +508,3 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
             for buffer in child._buffers.values():
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     buffer.data = buffer.to(device)
-

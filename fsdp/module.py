@@ -62,6 +62,7 @@ class FSDPModule(TorchFSDPModule):
         if state.schedule is None:
             state.bind_alone()
         bucket = state.bucket
+        bucket.take_up_changes()
         bucket.unshard()
         bucket.pinned = True
         handle = UnshardHandle(bucket)
