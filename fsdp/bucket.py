@@ -899,7 +899,7 @@ def _refuse_unfit(parameter: BucketParameter, module: nn.Module, other: nn.Param
 
 
 def _take_values(sharded: nn.Parameter, value: Tensor, home: torch.device) -> None:
-    """Let ``sharded`` hold the local tensor of ``value``, a DTensor: on the device that it is on unless that is meta."""
+    """Let ``sharded`` hold the local tensor of ``value``, a DTensor, on ``home`` unless that is meta."""
     assert isinstance(value, DTensor)
     local = value._local_tensor if home.type == "meta" else value._local_tensor.to(home)
     if (local.dtype, local.device) != (sharded.dtype, sharded.device):
