@@ -80,7 +80,9 @@ class OperationCounter(TorchDispatchMode):
     def _count_collective(self, name: str, args: tuple[Any, ...], operands: Sequence[Any]) -> None:
         self.operations[name] += 1
         if not name.startswith("recv"):
-            self.collective_bytes += max(sum(map(_nbytes, _tensors(operand))) for operand in operands)
+            sizes = [sum(map(_nbytes, _tensors(operand))) for operand in operands]
+            # Two ranks that exchange the halves of one buffer gather it.
+            self.collective_bytes += sum(sizes[:2]) if _in_place(name, args) else max(sizes)
         self.collectives += self._run.starts_anew(name, args)
 
 
@@ -106,6 +108,11 @@ class _Run:
             return True
         self.seen.add(member)
         return False
+
+
+def _in_place(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an all-to-all receives into the buffer that it sends from."""
+    return name.startswith("alltoall") and len({t.untyped_storage()._cdata for t in _tensors(args[:2])}) == 1
 
 
 def is_copy(name: str) -> bool:

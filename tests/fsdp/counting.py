@@ -33,6 +33,12 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
+def _gathers_two(name: str, tensors: list[Tensor]) -> bool:
+    """Whether two ranks exchange chunks of one buffer in place: what a broadcast from each would do."""
+    one, other = (t.untyped_storage()._cdata for t in tensors[:2]) if name.startswith("alltoall") else (0, 1)
+    return one == other
+
+
 class Counted(TorchDispatchMode):
     """``copied[name]``: bytes written by copies. ``collectives``: (name, bytes of the message) in order of issue."""
 
@@ -46,10 +52,12 @@ class Counted(TorchDispatchMode):
         namespace, name = func.namespace, func._schema.name.split("::")[1]
         if namespace in ("c10d", "_c10d_functional"):
             tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-            if name.startswith("alltoall"):
-                # What this rank sends; others may send it another number of bytes.
-                tensors = tensors[1:2]
-            self.collectives.append((name, max((_bytes([t]) for t in tensors), default=0)))
+            if _gathers_two(name, tensors):
+                self.collectives += [("broadcast_", _bytes(tensors[1:2]))] * 2
+            else:
+                # Of an all-to-all: what this rank sends; others may send it another number of bytes.
+                sizes = [_bytes([t]) for t in (tensors[1:2] if name.startswith("alltoall") else tensors)]
+                self.collectives.append((name, max(sizes, default=0)))
         result = func(*args, **kwargs)
         if name in COPIES.get(namespace, ()):
             self.copied[f"{namespace}.{name}"] += self._written(namespace, name, args, kwargs, result)
@@ -73,5 +81,5 @@ class Counted(TorchDispatchMode):
         return sum(name.startswith("alltoall") for name, _ in self.collectives) // (1 if ranks == 2 else 2)
 
     def gathers(self, ranks: int, buffers: int = 1) -> float:
-        """Gathers of parameter buffers: on gloo each is one broadcast per rank."""
+        """Gathers of parameter buffers: on gloo each is one broadcast per rank, or an exchange that counts as two."""
         return sum(name == "broadcast_" for name, _ in self.collectives) / ranks / buffers

@@ -46,7 +46,7 @@ def gather(n: int, dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.int64])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_gather_in_place(world_size: int, dtype: torch.dtype) -> None:
     for n in (0, 1, 37):
         assert cluster.run(world_size, gather, n, dtype) == [(True, True)] * world_size
