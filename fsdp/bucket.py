@@ -888,7 +888,7 @@ def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:
 
 def _refuse_unfit(parameter: BucketParameter, module: nn.Module, other: nn.Parameter | None) -> None:
     """What stands in a module in the place of a sharded parameter cannot be its new value."""
-    what = f"parameter {parameter.name!r} ({tuple(parameter.sharded.shape)})"
+    what = f"parameter {parameter.name!r} of shape {tuple(parameter.sharded.shape)}"
     if other is None:
         raise RuntimeError(f"{what} was removed from its {type(module).__name__} after fully_shard; remove it before")
     if other.shape != parameter.sharded.shape:

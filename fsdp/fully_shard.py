@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -34,9 +34,6 @@ from ragged_shard.dbuffer import DBuffer, Layout, Outer
 from ragged_shard.placement import RaggedShard
 from ragged_shard.planner import BucketPlan, TensorSpec, plan_bucket
 from ragged_shard.policy import OrigParamPolicy, apply_policy
-
-if TYPE_CHECKING:  # torch 2.11 lacks it
-    from torch.distributed.fsdp import DataParallelMeshDims
 
 __all__ = ["fully_shard"]
 
