@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 __all__ = ["HOOKS", "Hook", "install", "installed", "probe"]
 
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST, NEWEST = (2, 12), (2, 15)
 _LOCK = threading.Lock()
 # What stands in place of each hook's stock attribute, by path. A mark on the object would not do: DTensor's cache of
 # rules is a
@@ -549,6 +549,8 @@ def _probe_types() -> list[str]:
         wrong.append(f"DTensor._op_dispatcher._custom_op_handlers is no dict but {handlers!r}")
     if not hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
         wrong.append("torch._C._clear_DTensor_sharding_propagator_cache does not exist")
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        wrong.append("torch.UntypedStorage._swap_data_ptr_ does not exist")
     if not hasattr(torch._C._distributed, "Placement"):
         wrong.append("torch._C._distributed.Placement does not exist")
     return wrong

@@ -7,10 +7,9 @@ A tensor's views are made once; between uses its storage holds no memory at all:
     lease.acquire()                     a block moves in, from the free list or newly allocated
     ... compute, autograd saves views ...
 
-Swapping (``UntypedStorage._swap_data_ptr_``, torch >= 2.12) costs 0.1 us, allocates nothing and bumps no version
-counter, so views that autograd has saved are right again after the next ``acquire``. Older versions resize the storage
-instead: right, but each ``acquire`` allocates. The pool grows only when a schedule holds more leases at once than ever
-before; ``Ledger.grown`` counts that.
+Swapping (``UntypedStorage._swap_data_ptr_``) costs 0.1 us, allocates nothing and bumps no version counter, so views that
+autograd has saved are right again after the next ``acquire``. The pool grows only when a schedule holds more leases at
+once than ever before; ``Ledger.grown`` counts that.
 
 A lease may also leave its memory to tensors that outlive it (``lend``, on CPU): the block comes back when nobody refers
 to them any more.
@@ -34,7 +33,6 @@ __all__ = ["Event", "Lease", "Ledger", "Pool"]
 
 # Blocks are multiples of this, so that buckets of nearly equal size share one.
 _GRANULARITY = 512
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 @dataclass
@@ -94,7 +92,7 @@ class Lease:
         lease = object.__new__(cls)
         lease._pool, lease._storage, lease.nbytes = pool, storage, storage.nbytes()
         lease.label, lease.owner, lease.held = label, owner, True
-        lease._block = _Block(torch.UntypedStorage(0, device=pool.device)) if _CAN_SWAP else None
+        lease._block = _Block(torch.UntypedStorage(0, device=pool.device))
         empty = torch.empty(0, dtype=torch.uint8, device=pool.device)
         lease.tensor = empty.set_(storage, 0, (lease.nbytes,))  # type: ignore[call-overload]
         return lease
@@ -131,7 +129,7 @@ class Pool:
         # A list to be filled with what happens, or None: nothing is recorded.
         self.timeline: list[Event] | None = None
         # On accelerators, who uses a block last would have to leave an event.
-        self.lends = _CAN_SWAP and device.type in ("cpu", "meta")
+        self.lends = device.type in ("cpu", "meta")
         self._free: dict[int, list[_Block]] = defaultdict(list)
         # Bytes of the block that only a reduction has asked for.
         self._scratch = 0
@@ -183,10 +181,6 @@ class Pool:
     def _acquire(self, lease: Lease) -> None:
         ledger = self.ledger
         self._count(lease)
-        if not _CAN_SWAP:
-            lease._storage.resize_(lease.nbytes)
-            ledger.grown += 1
-            return
         free = self._free[lease.nbytes]
         if not free:
             self._collect(lease.nbytes)
@@ -232,9 +226,7 @@ class Pool:
         self.ledger.by_label[lease.label] -= lease.nbytes
         self.note("release", lease.label, lease.owner, lease.nbytes)
         block, lease._block = lease._block, None
-        if block is None:
-            lease._storage.resize_(0)
-            return
+        assert block is not None
         _swap(lease._storage, block.storage)
         if self.device.type not in ("cpu", "meta"):
             block.event = torch.accelerator.current_stream(self.device).record_event(block.event)

@@ -409,7 +409,7 @@ def test_versions_out_of_range():
         try:
             import ragged_shard.placement
         except ImportError as error:
-            assert "older than 2.11" in str(error), error
+            assert "older than 2.12" in str(error), error
         else:
             raise AssertionError
         torch.__version__ = "2.99.0"
