@@ -6,7 +6,11 @@
 does not end in time, or that fails on any rank, raises ``ClusterError`` with the traceback of every rank (of a
 rank that hangs: where each of its threads stands), and the pool of that world size is replaced by a fresh one.
 
-``RAGGED_TEST_DEADLINE`` (seconds, default 20) is for slow machines.
+Ranks are forked from one of two servers that have imported torch and these packages: seconds that are paid twice, not
+for each rank. Two, because ranks with the same hash seed would iterate over a set in the same order.
+
+``RAGGED_TEST_DEADLINE`` (seconds, default 20) is for slow machines; where pytest runs on several workers, each has a
+part of the machine, and as much more time.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
@@ -23,15 +28,22 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DEADLINE = float(os.environ.get("RAGGED_TEST_DEADLINE", "20"))
+# pytest-xdist says so in its workers.
+SHARED_BY = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # After one rank has failed, the others get this long to fail too before they count as hanging.
 GRACE = 2.0
 STARTUP = 120.0
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
+# torch._dynamo is what DTensor imports at its first use.
+IMPORTED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "fsdp.fully_shard"]
+IMPORTED += ["ragged_optim.optimizer", "ragged_optim.exchange"]
 
 
 class ClusterError(AssertionError):
@@ -46,7 +58,7 @@ def run(
     if pool is None:
         pool = _POOLS[world_size] = _Pool(world_size)
     try:
-        return pool.run(function, args, kwargs, DEADLINE if deadline is None else deadline)
+        return pool.run(function, args, kwargs, SHARED_BY * (DEADLINE if deadline is None else deadline))
     except BaseException:
         del _POOLS[world_size]
         pool.kill()
@@ -64,15 +76,19 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
 class _Pool:
     def __init__(self, world_size: int) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="cluster-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.processes = []
         self.pipes: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_worker, args=(rank, world_size, theirs, self.directory.name), daemon=True, name=f"rank{rank}"
+                target=_worker,
+                args=(rank, world_size, theirs, self.directory.name, dict(os.environ)),
+                daemon=True,
+                name=f"rank{rank}",
             )
-            process.start()
+            with mock.patch.object(forkserver, "connect_to_new_process", _server(rank % 2).connect_to_new_process):
+                process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
@@ -146,21 +162,29 @@ class _Pool:
         self.kill()
 
 
-def _worker(rank: int, world_size: int, pipe: Connection, directory: str) -> None:
+@functools.cache
+def _server(number: int) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(IMPORTED)
+    return server
+
+
+def _worker(rank: int, world_size: int, pipe: Connection, directory: str, environment: dict[str, str]) -> None:
     dump = open(Path(directory, f"rank{rank}.stack"), "w")  # noqa: SIM115  (open for the life of the process)
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if REPOSITORY not in sys.path:
         sys.path.insert(0, REPOSITORY)
     try:
+        os.environ.update(environment)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # All ranks compile into one cache, as in a real job; not into that of the machine, which outlives a change.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory, "inductor"))
+        for name in IMPORTED:  # where the server could not; these seconds belong to no test's deadline
+            importlib.import_module(name)
         import torch
-        import torch._dynamo  # what DTensor imports at its first use: seconds that belong to no test's deadline
         import torch.distributed as dist
-        import torch.distributed.tensor
 
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -168,7 +192,7 @@ def _worker(rank: int, world_size: int, pipe: Connection, directory: str) -> Non
             init_method=f"file://{directory}/store",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=10 * max(DEADLINE, 60)),
+            timeout=timedelta(seconds=10 * SHARED_BY * max(DEADLINE, 60)),
         )
         pipe.send(("ok", "ready"))
     except BaseException:
