@@ -14,6 +14,8 @@
 # installation page names their index, which goes into PIP_EXTRA_INDEX_URL.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# pytest processes of a run of all tests. Each has ranks of its own, which rarely keep more than one core busy.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
@@ -27,7 +29,7 @@ train: $(VENV)/.installed-train
 	$(BIN)/python examples/compare.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 test-deep: $(VENV)/.installed-dev
 	HYPOTHESIS_PROFILE=deep RAGGED_TEST_DEADLINE=$${RAGGED_TEST_DEADLINE:-120} $(BIN)/python -m pytest --timeout 7200 $(ARGS)
@@ -44,7 +46,7 @@ test-versions: $(OTHER)/.installed
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]' \
+	$(OTHER)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]' \
 	  || { echo "skipped: torch $(TORCH) cannot be installed here"; exit 1; }
 	@touch $@
 
@@ -61,9 +63,10 @@ lint: $(VENV)/.installed-dev
 setup: $(VENV)/.installed-dev
 
 # .installed-train, .installed-dev: written when the packages of that extra are in the environment. An environment that is
-# already there is added to, never rebuilt.
+# already there is added to, never rebuilt. Most files of torch and transformers are never imported, so none is compiled
+# ahead (two of three minutes).
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -15,8 +15,14 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
 
+# Half a minute and more each: where several workers share the files out, these go first, so that all end together.
+LONG = ("test_train.py", "test_notebooks.py", "test_planner_properties.py", "test_compile.py", "test_redistribute.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say why a test is skipped: ``gpu`` without a CUDA device, ``deep`` outside the deep profile."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     reasons = {}
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
