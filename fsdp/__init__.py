@@ -1,6 +1,6 @@
 """Fully sharded data parallel training: torch's ``fully_shard`` API over RaggedShard buffers, with zero copies."""
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp.clip import clip_grad_norm_
 from fsdp.fully_shard import fully_shard
@@ -12,6 +12,7 @@ from ragged_shard.policy import ParamPolicy
 __all__ = [
     "Block",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -299,6 +299,7 @@ class Bucket:
         self._scratch: Lease | None = None
         # Whether that reduction's result stays in the memory it is made in.
         self._stays = False
+        self._group_memory = False
         self._extended = [cast("ExtendedBuffer", buffer) for buffer in self.buffers if buffer.extended]
 
         self._homes = self._find_homes()
@@ -346,6 +347,16 @@ class Bucket:
         """Where buffers get their memory and collectives their streams; the first call counts."""
         if self.pool is None:
             self.pool, self.streams = pool, streams
+            if self._group_memory:
+                self.allocate_from_group(True)
+
+    def allocate_from_group(self, enable: bool) -> None:
+        """Whether the pool takes its memory from the process group's allocator, if its backend has one."""
+        self._group_memory = enable
+        if self.pool is not None and self.buffers:
+            group = self.buffers[0].layout.group
+            self.pool.allocator = functools.partial(_group_memory, group, self.pool.device) if enable else None
+            self.pool.trim()
 
     def _announce(self, collective: str) -> None:
         """RAGGED_DEBUG=1: every rank says what it is about to run; a difference is an error on all instead of a
@@ -875,6 +886,25 @@ def _gradient_came(bucket: weakref.ref[Bucket], position: int, index: int, full:
 def _gradient_place(bucket: weakref.ref[Bucket], position: int, index: int) -> Tensor | None:
     alive = bucket()
     return None if alive is None else alive._gradient_place(alive.buffers[position], index)
+
+
+def _group_memory(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """``nbytes`` from the allocator of the group's backend; from torch's where it has none, or gives another number."""
+    backend = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        storage: torch.UntypedStorage = backend.allocate_tensor(
+            nbytes, dtype=torch.uint8, device=device
+        ).untyped_storage()
+        if storage.nbytes() == nbytes:
+            return storage
+    return torch.UntypedStorage(nbytes, device=device)
+
+
+def _profiled(what: str, name: str) -> AbstractContextManager[object]:
+    """A label with the bucket's name in a profile, and nothing without a profiler."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"{what} ({name})")
+    return nullcontext()
 
 
 def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:

@@ -165,11 +165,15 @@ class FSDPModule(TorchFSDPModule):
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with this module's reduced gradients, 1-D, in the reduction dtype, before they are divided and
-        published: a sum over further ranks, for instance. It runs on the stream that reduces.
+        published: a sum over further ranks, for instance. It runs on ``stream``, by default the one that reduces.
         """
-        if stream is not None:
-            raise NotImplementedError("set_all_reduce_hook: the hook runs on the stream that reduces; leave stream out")
-        self._get_fsdp_state().bucket.reduced_hook = hook
+        state = self._get_fsdp_state()
+        if len(state.bucket.meshes) > 1:
+            raise ValueError("set_all_reduce_hook: this module's parameters have several meshes; which one is reduced?")
+        if stream is not None and state.bucket.replicate_dim is not None:
+            raise ValueError("set_all_reduce_hook: with replicas (HSDP) the hook runs on the stream that reduces")
+        on_cpu = state.device.type == "cpu"
+        state.bucket.reduced_hook = hook if stream is None or on_cpu else functools.partial(_on_stream, hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce in a group of its own, so that reductions and gathers need not wait for each other. Every rank of
@@ -190,25 +194,32 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().lazy_init().streams.optimizer_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many buffers of unreduced gradients may wait for their reductions: 1, torch's default.
+        """How many buffers of unreduced gradients may wait for their reductions, 1 by default: with more, a bucket's
+        gradients are computed, and its reduction started, while earlier reductions still run, in more memory.
 
-        Raises ``NotImplementedError`` for more, ``TypeError`` and ``ValueError`` as torch.
+        Raises ``TypeError`` and ``ValueError`` as torch.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
-        if max_input_buffers > 1:
-            raise NotImplementedError(
-                "set_reduce_scatter_max_input_buffers: one reduction is in flight at a time, so that the memory of a "
-                "step is known; leave max_input_buffers at 1"
-            )
+        for state in self._states(recurse):
+            state.bucket.max_reductions = max_input_buffers
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take the memory of communication buffers from the process group's own allocator, where its backend has one
+        (NCCL does, gloo does not). One pool serves a root and all modules below it, so the last call counts for them.
+        """
+        self._get_fsdp_state().bucket.allocate_from_group(enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for compatibility: gradients are always summed and then divided."""
 
     def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
         """Accepted for compatibility: parameters that some ranks did not use are always reduced."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers are always asynchronous."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``module.to(...)``, ``to_empty``, ``half`` and the like: on the shards, which then go back into flat
@@ -230,11 +241,21 @@ def _unsupported(name: str, why: str) -> Callable[..., None]:
 
 
 for _name, _why in {
-    "set_allocate_memory_from_process_group_for_comm": "communication buffers come from ragged_shard.pool",
-    "set_symm_mem_for_comm": "communication buffers come from ragged_shard.pool",
-    "_set_unshard_async_op": "gathers are always asynchronous",
+    "set_symm_mem_for_comm": (
+        "symmetric memory wants every buffer announced to all ranks by NCCL; buffers come from one pool here, whose "
+        "memory set_allocate_memory_from_process_group_for_comm(True) takes from NCCL"
+    ),
 }.items():
     setattr(FSDPModule, _name, _unsupported(_name, _why))
+
+
+def _on_stream(hook: Callable[[Tensor], object], stream: torch.Stream, reduced: Tensor) -> None:
+    """Run ``hook`` on ``stream``, between what the current stream has been given and what it will be."""
+    current = torch.accelerator.current_stream()
+    stream.wait_stream(current)
+    with stream:
+        hook(reduced)
+    current.wait_stream(stream)
 
 
 def _states_of(modules: Iterable[TorchFSDPModule]) -> list[State]:
