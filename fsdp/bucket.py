@@ -871,13 +871,6 @@ class Bucket:
         return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
 
 
-def _profiled(what: str, name: str) -> AbstractContextManager[object]:
-    """A label with the bucket's name in a profile, and nothing without a profiler."""
-    if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(f"{what} ({name})")
-    return nullcontext()
-
-
 def _gradient_came(bucket: weakref.ref[Bucket], position: int, index: int, full: Tensor) -> None:
     if (alive := bucket()) is not None:
         alive._gradient_came(alive.buffers[position], index, full)
