@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -37,7 +38,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fsdp.agree import agree
 from fsdp.streams import CommStreams
 from fsdp.superseded import ASSIGNED, GATHERED, supersede
-from fsdp.weight_grad import GradientPlace, WeightParameter
+from fsdp.weight_grad import GradientPlace, WeightParameter, will_run
 from ragged_shard.collectives import Pending, all_gather_in_place, coalesced
 from ragged_shard.dbuffer import DBuffer, Layout, Outer, buffer_of
 from ragged_shard.pool import Lease, Pool, storage_bytes
@@ -269,6 +270,8 @@ class Bucket:
         # Called when the last gradient of a graph task has come / before memory for unreduced gradients is taken.
         self.on_complete: Callable[[], None] = lambda: None
         self.on_open: Callable[[], None] = lambda: None
+        # Whether the backward under way hands gradients out instead of accumulating them.
+        self.hands_out: Callable[[], bool] = lambda: False
         self.pool: Pool | None = None
         self.streams: CommStreams | None = None
 
@@ -315,7 +318,7 @@ class Bucket:
         self.owes = False
         # Whether an earlier backward left gradients here without reducing them.
         self.unreduced = False
-        # Whether this backward is torch.autograd.grad: no gradient will come.
+        # Whether this backward is torch.autograd.grad, or has `inputs`: no gradient will come.
         self.captured = False
         self.reduced = False
         # Whether that reduction's result is the gradient (and not a replica's part of it).
@@ -399,6 +402,7 @@ class Bucket:
         self._note("unshard")
         with (
             self.streams.on(self.streams.gather),
+            untransformed(),
             # Buffers and views outlive an evaluation under inference_mode and are trained on afterwards.
             torch.inference_mode(False),
             torch.no_grad(),
@@ -459,7 +463,7 @@ class Bucket:
         self._gathers.clear()
         if self._extended:
             self._finish_extended()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), untransformed():
             self._register_unsharded()
         self.is_unsharded = True
 
@@ -588,8 +592,14 @@ class Bucket:
         try:
             self.outstanding[task] = sum(map(torch._C._will_engine_execute_node, leaves))
         except RuntimeError:
-            # torch refuses the question inside torch.autograd.grad, which hands gradients out instead of accumulating.
+            # torch refuses the question about a leaf whose gradient torch.autograd.grad hands out.
             self.outstanding[task], self.captured = 0, True
+        if not self.outstanding[task] and self.trainable and not self.captured:
+            self.captured = self.hands_out()
+        if self.captured:
+            for parameter in self.parameters:
+                if parameter.place is not None and parameter.edge is not None:
+                    parameter.place.wanted = will_run(parameter.edge.node)
         self.owes = not self.captured
         self.open_backward()
         return task
@@ -633,7 +643,12 @@ class Bucket:
         streams = self.streams
         self._announce("reduce_scatter")
         streams.after_compute(streams.reduce)
-        with streams.on(streams.reduce), torch.no_grad(), _profiled("fsdp.reduce_scatter", self.name):
+        with (
+            streams.on(streams.reduce),
+            untransformed(),
+            torch.no_grad(),
+            _profiled("fsdp.reduce_scatter", self.name),
+        ):
             trainable = [buffer for buffer in self.buffers if buffer.trainable]
             whole = [self._open_gradients(buffer, 0) for buffer in trainable]
             self._stays = (
@@ -711,7 +726,12 @@ class Bucket:
             return
         self._note("wait_reduce")
         assert self.streams is not None
-        with self.streams.on(self.streams.reduce), torch.no_grad(), self._naming("reduction of the gradients"):
+        with (
+            self.streams.on(self.streams.reduce),
+            untransformed(),
+            torch.no_grad(),
+            self._naming("reduction of the gradients"),
+        ):
             for pending in reductions:
                 pending.wait()
             for buffer in reduced:
@@ -747,6 +767,10 @@ class Bucket:
         for buffer in self.buffers:
             buffer.grads = None
         self.unreduced = self.unreduced or (self.in_backward and not self.reduced and not self.captured)
+        if self.captured:
+            for parameter in self.parameters:
+                if parameter.place is not None:
+                    parameter.place.wanted = True
         self.in_backward = False
         self.reduced = self.published = self.captured = self.owes = False
         self.outstanding.clear()
@@ -858,6 +882,10 @@ class Bucket:
         if assigned:
             self.rehome()
 
+    def full_storages(self) -> set[int]:
+        """The memory of the unsharded parameters, by its ``_cdata``."""
+        return {b.full.flat.untyped_storage()._cdata for b in self.buffers if b.full is not None}
+
     def live_bytes(self) -> dict[str, int]:
         """Bytes of this rank's own storages: ``parameters`` and ``gradients`` (the full buffers are the pool's)."""
         return {
@@ -898,6 +926,13 @@ def _profiled(what: str, name: str) -> AbstractContextManager[object]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"{what} ({name})")
     return nullcontext()
+
+
+def untransformed() -> AbstractContextManager[object]:
+    """Outside of functorch's transforms (``torch.func.grad``, ``vmap``, ``jvp``): these are of what modules compute."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:

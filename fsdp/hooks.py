@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.bucket import Bucket
 from fsdp.schedule import Schedule
 from fsdp.streams import CommStreams
+from fsdp.weight_grad import will_run
 from ragged_shard.pool import Pool
 
 __all__ = ["State", "state_of"]
@@ -70,6 +71,7 @@ class State:
         self.modules = list(modules)
         self.bucket = bucket
         bucket.on_complete, bucket.on_open = self._gradients_complete, self._memory_wanted
+        bucket.hands_out = self._hands_out
         self.device = device
         self.mp_policy = mp_policy
         # None: as torch, True for all but the root; and, with ours, for all but the bucket that backward starts with.
@@ -195,6 +197,8 @@ class State:
         call, watched = self._open.pop()
         self._to_run.discard(module)
         output = self._cast_output(output)
+        if self._reshards():
+            output = self._keep_parameters(output)
         tensors = list(_differentiable(output)) if torch.is_grad_enabled() else []
         needs_backward = self._needs_backward(bool(tensors))
         if needs_backward:
@@ -231,6 +235,17 @@ class State:
             return True
         assert self.schedule is not None
         return not (self.is_root or self.schedule.runs_last(self.bucket))
+
+    def _keep_parameters(self, output: Any) -> Any:
+        """Parameters that a module returns, and views of them, are copied: their memory goes when its forward ends."""
+        if any(map(self._is_own, _tensors(output))):
+            return _map_tensors(lambda tensor: tensor.clone() if self._is_own(tensor) else tensor, output)
+        return output
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        if type(tensor) is Tensor and not tensor._is_view():
+            return False
+        return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in self.bucket.full_storages()
 
     def _needs_backward(self, differentiable: bool) -> bool:
         """Whether backward will gather this bucket: also if this rank used nothing of it, since others may have."""
@@ -288,13 +303,16 @@ class State:
             # Passed by. Not now: gradients of modules behind this one may still be to come (Schedule._pass_by).
             return
         awaited = self.bucket.awaited_inputs
-        if call not in awaited and (count := sum(map(_will_run, inputs.values()))):
+        if call not in awaited and (count := sum(map(will_run, inputs.values()))):
             awaited[call] = count
         self.schedule.before_backward(self.bucket, call, [s.bucket for s in reversed(self.backward_prefetch)])
 
     def _memory_wanted(self) -> None:
         if self.schedule is not None:
             self.schedule.before_memory(self.bucket)
+
+    def _hands_out(self) -> bool:
+        return self.schedule is not None and self.schedule.hands_out()
 
     def _gradients_complete(self) -> None:
         assert self.schedule is not None
@@ -337,13 +355,6 @@ def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
             hooks[key] = other
 
 
-def _will_run(node: Node) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf, inside torch.autograd.grad
-        return False
-
-
 def _moved(tree: Any, device: torch.device) -> Any:
     """Tensors of ``tree`` on ``device``: a model's inputs may come from the CPU, as with FSDP2."""
     return _map_tensors(lambda tensor: tensor.to(device), tree)
@@ -379,12 +390,16 @@ def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree_map(of_leaf, tree)
 
 
-def _differentiable(tree: Any) -> Iterator[Tensor]:
-    """The tensors of ``tree`` that want a gradient; dataclasses (which pytree takes for leaves) are looked into."""
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of ``tree``; dataclasses (which pytree takes for leaves) are looked into."""
     for leaf in tree_iter(tree):
         if isinstance(leaf, Tensor):
-            if leaf.requires_grad:
-                yield leaf
+            yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
-                yield from _differentiable(getattr(leaf, field.name, None))
+                yield from _tensors(getattr(leaf, field.name, None))
+
+
+def _differentiable(tree: Any) -> Iterator[Tensor]:
+    """The tensors of ``tree`` that want a gradient."""
+    return (tensor for tensor in _tensors(tree) if tensor.requires_grad)

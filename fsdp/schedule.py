@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.bucket import Bucket, FlatBuffer
+from fsdp.bucket import Bucket, FlatBuffer, untransformed
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import Witnesses, witnesses_of
 from ragged_shard.pool import Pool
@@ -64,6 +64,7 @@ class Schedule:
         # Of forwards; and the latest one that the backward under way has come to.
         self.iteration = 0
         self._backward_of = 0
+        self._hands_out: bool | None = None
         self._sequence: list[Bucket] = []
         self._last_sequence: list[Bucket] = []
         # Calls of modules that backward has not come to, in the order of their ends; the forwards they belong to.
@@ -176,11 +177,22 @@ class Schedule:
             # Unlike the calls of one module, what the loss depends on is the same on all ranks.
             if self._forwards[earlier].witnesses.will_run() is False:
                 self._forget([earlier])
+        self._hands_out = None
         order: dict[Bucket, None] = {}
         for number, forward in self._forwards.items():
             if number <= iteration:
                 order.update(forward.began)
         self._reduce_order = list(reversed(order))
+
+    def hands_out(self) -> bool:
+        """Whether this backward is ``torch.autograd.grad`` (or has ``inputs``, or is a transform of ``torch.func``) for
+        something else than weights: the same on every rank.
+        """
+        if self._hands_out is None:
+            transformed = torch._C._functorch.peek_interpreter_stack() is not None
+            covered = [forward for number, forward in self._forwards.items() if number <= self._backward_of]
+            self._hands_out = transformed or any(forward.witnesses.leave_out() for forward in covered)
+        return self._hands_out
 
     def _forget(self, iterations: Iterable[int]) -> None:
         """No backward comes to these forwards any more."""
@@ -274,6 +286,10 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Runs when the whole backward has run: reduce what is left, publish the gradients, rest."""
+        with untransformed():
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         self._callback_queued = False
         if not any(bucket.captured for bucket in self.buckets):
             while (call := self._last_call()) is not None:

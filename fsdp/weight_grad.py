@@ -53,6 +53,26 @@ class Witnesses:
         nodes = [one() for one in (*self._first, *([self._last] if self._last else []))]
         return any(torch._C._will_engine_execute_node(node) for node in nodes if node is not None)
 
+    def leave_out(self) -> bool:
+        """Within a backward: whether it comes to one of them and not to what lies behind, as only one that hands
+        gradients out does.
+        """
+        for one in (*self._first, *([self._last] if self._last else [])):
+            node = one()
+            if node is None or not will_run(node):
+                continue
+            if not all(will_run(behind) for behind, _ in node.next_functions if behind is not None):
+                return True
+        return False
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward under way comes to ``node``. A leaf whose gradient it hands out counts too."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+
 
 _witnesses: Witnesses | None = None
 
@@ -72,13 +92,15 @@ class GradientPlace:
     """Where the gradient of one unsharded parameter (or of a slice of one) belongs.
 
     ``claim`` returns that view for the first gradient of a backward, and ``None`` when an ordinary one must be made.
+    Not ``wanted``: in this backward nobody does anything with that gradient.
     """
 
-    __slots__ = ("_open", "claimed", "slices")
+    __slots__ = ("_open", "claimed", "slices", "wanted")
 
     def __init__(self, open_place: Callable[[], Tensor | None]) -> None:
         self._open = open_place
         self.claimed = False
+        self.wanted = True
         # What this forward has taken so far of a stack, while any of it is alive.
         self.slices: weakref.ref[_Slices] | None = None
 
@@ -96,10 +118,15 @@ class GradientPlace:
 class TransposedPlace:
     """The place of a transposed weight. ``claim`` returns the weight's own view, which is not transposed."""
 
-    __slots__ = ("claim",)
+    __slots__ = ("_weight", "claim")
 
     def __init__(self, weight: GradientPlace) -> None:
+        self._weight = weight
         self.claim = weight.claim
+
+    @property
+    def wanted(self) -> bool:
+        return self._weight.wanted
 
 
 class WeightParameter(nn.Parameter):
@@ -302,8 +329,10 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _product(place: GradientPlace | TransposedPlace, one: Tensor, other: Tensor) -> Tensor:
+def _product(place: GradientPlace | TransposedPlace, one: Tensor, other: Tensor) -> Tensor | None:
     """``one @ other`` as a weight gradient: in its place if that is free, in new memory if not."""
+    if not place.wanted:
+        return None
     multiply = torch.bmm if one.dim() == 3 else torch.mm
     transposed = isinstance(place, TransposedPlace)
     if transposed:
@@ -318,13 +347,30 @@ def _product(place: GradientPlace | TransposedPlace, one: Tensor, other: Tensor)
     return product.mT if transposed else product
 
 
-def _sum(place: GradientPlace | None, rows: Tensor) -> Tensor:
+def _sum(place: GradientPlace | None, rows: Tensor) -> Tensor | None:
     """The sum of the rows as a bias gradient, in its place if that is free."""
+    if place is not None and not place.wanted:
+        return None
     view = None if place is None else place.claim(rows.dtype)
     if view is None:
         return rows.sum(0)
     torch.sum(rows, 0, out=view)
     return view.detach()
+
+
+def _through(gradient: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """The gradient of the input. Raises ``RuntimeError`` where the weight is not there."""
+    try:
+        return torch.matmul(gradient, weight.mT if transposed else weight)
+    except RuntimeError as error:
+        if weight.untyped_storage().nbytes():
+            raise
+        raise RuntimeError(
+            f"backward has come to a weight of shape {tuple(weight.shape)} that is not gathered, because no output of "
+            f"its sharded module was met before. Outputs are what forward returns: tensors, also in tuples, lists, "
+            f"dicts, dataclasses and registered pytrees, but not in other objects nor on the module. For second "
+            f"derivatives keep the parameters: set_reshard_after_backward(False)"
+        ) from error
 
 
 # The weight stays on ctx instead of being saved: it is gathered again before backward, so there is no version to check
@@ -353,7 +399,7 @@ class _Linear(torch.autograd.Function):
         want_input, want_weight, want_bias, *_ = ctx.needs_input_grad
         rows = _rows(gradient)
         return (
-            torch.matmul(gradient, ctx.weight) if want_input else None,
+            _through(gradient, ctx.weight) if want_input else None,
             _product(ctx.place, rows.t(), _rows(input)) if want_weight else None,
             _sum(ctx.bias_place, rows) if want_bias else None,
             None,
@@ -378,7 +424,7 @@ class _Matmul(torch.autograd.Function):
         want_input, want_weight, _ = ctx.needs_input_grad
         one, other = (input, gradient) if ctx.weight.dim() == 3 else (_rows(input), _rows(gradient))
         return (
-            torch.matmul(gradient, ctx.weight.mT) if want_input else None,
+            _through(gradient, ctx.weight, transposed=True) if want_input else None,
             _product(ctx.place, one.mT, other) if want_weight else None,
             None,
         )
@@ -402,7 +448,7 @@ class _GroupedMatmul(torch.autograd.Function):
         input, offs = ctx.saved_tensors
         want_input, want_weight, *_ = ctx.needs_input_grad
         weight_gradient = None
-        if want_weight:
+        if want_weight and ctx.place.wanted:
             if torch.is_grad_enabled():
                 weight_gradient = torch._grouped_mm(input.mT, gradient, offs=offs)
             else:

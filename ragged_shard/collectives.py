@@ -92,6 +92,7 @@ def all_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     size, rank = group.size(), group.rank()
     if size == 1 or full.numel() == 0:
         return Pending(())
+    full = on_wire(full)
     chunks = full.chunk(size)
     own = chunks[rank]
     if is_gloo(group, full):

@@ -96,7 +96,8 @@ def refuse(op: OpOverload, specs: Iterable[DTensorSpec], why: str) -> NoReturn:
     shown = ", ".join(str(p) for p in ragged.placements)
     raise RuntimeError(
         f"{op} on a tensor of shape {tuple(ragged.shape)} placed ({shown}): {why}. "
-        f"Call redistribute() to other placements, or full_tensor(), first"
+        f"Call redistribute() to other placements, or full_tensor(), first. (Modules that fully_shard has sharded "
+        f"compute in their model's forward, in methods given to register_fsdp_forward_method, and after unshard().)"
     )
 
 

@@ -117,6 +117,69 @@ def test_outputs_that_are_views_of_which_some_are_unused() -> None:
     check(2, views)
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, rows: int) -> dict[str, Tensor]:
+        return {"itself": self.weight, "view": self.weight.expand(rows, -1)}
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block, self.head = Table(), Mlp(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.table(len(x))
+        return self.head(self.block(x + given["itself"]) * given["view"])
+
+
+def returned_parameters() -> list[str]:
+    """A module's own parameters, which are given back at its end, are outputs that last (FSDP2: a crash)."""
+    found = train(WithTable, squares, partial(shard_children, reshard_after_forward=True))
+    sharded, plain = twins(WithTable)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            if not torch.equal(sharded(data()), plain(data())):
+                found.append("evaluation differs")
+    return found
+
+
+def test_a_module_that_returns_its_parameters() -> None:
+    check(2, returned_parameters)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = SideEffect(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.block(x)
+        return self.head(self.block.out)
+
+
+class SideEffect(Mlp):
+    def forward(self, x: Tensor) -> None:
+        self.out = super().forward(x)
+
+
+def hidden_output() -> str:
+    model = shard_children(Hidden(), reshard_after_forward=True)
+    try:
+        squares(model).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_backward_that_no_output_announces_is_explained() -> None:
+    for message in cluster.run(2, hidden_output):
+        assert "not gathered" in message and "Outputs are what forward returns" in message
+
+
 def no_gradient_for_inputs() -> list[str]:
     """The loss of a model whose first block gets integers, and whose last returns something without gradient."""
 

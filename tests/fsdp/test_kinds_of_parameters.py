@@ -42,11 +42,15 @@ class Odd(nn.Module):
         self.cube = nn.Parameter(torch.randn(3, WIDTH, 2))
         self.fixed = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.indices = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
+        # Dtypes that gloo does not carry.
+        self.codes = nn.Parameter(torch.arange(WIDTH).to(torch.int16), requires_grad=False)
+        self.eighths = nn.Parameter(torch.randn(3, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
         self.register_buffer("buffer", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scalar * self.one[0, 0] + self.empty.sum() + self.hollow.sum(1).sum()
         x = x + self.strided + self.fixed[self.indices] * self.buffer
+        x = x + self.codes.to(x.dtype) + self.eighths.to(x.dtype).sum(0)
         x = x + (x.double() * self.wide).float() + (x[:3].bfloat16() * self.narrow).float().sum(0)
         return torch.einsum("rw,ewd->red", x, self.cube).sum((1, 2))[:, None] + x @ self.transposed
 
