@@ -116,9 +116,10 @@ def _by_buffer(params: Iterable[Tensor]) -> list[tuple[Any, dict[int, Tensor]]]:
 
 
 def flat_states(
-    entries: Sequence[tuple[Tensor, dict[str, Any]]], rule_of_group: Callable[[Mapping[str, Any]], Rule]
+    entries: Sequence[tuple[Tensor, dict[str, Any]]], rule_of_group: Callable[[Mapping[str, Any]], Rule], made: States
 ) -> tuple[dict[Tensor, dict[str, Tensor]], list[Any]]:
-    """States as views of one buffer per bucket, for buckets that lie whole in one group of an element-wise rule.
+    """States as views of one buffer per bucket, for buckets that lie whole in one group of an element-wise rule, but
+    for those that some of its parameters have already (``made``).
 
     Also returns the buffers; only references to them keep them known to ``ragged_shard.buffer_of``.
     """
@@ -136,6 +137,8 @@ def flat_states(
         specs = {index: rule.init(tuple(param.shape), group) for index, param in members.items()}
         for key, spec in specs[0].items():
             if spec.home != "param" or spec.fill or spec.tile or any(key not in other for other in specs.values()):
+                continue
+            if any(key in made[param] for param in members.values()):
                 continue
             flat = buffer.like(buffer.dtype if spec.dtype is None else spec.dtype)
             buffers.append(flat)

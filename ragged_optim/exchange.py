@@ -31,7 +31,7 @@ from torch import Tensor
 from ragged_optim.layout import Fragment, Layout, Matrix
 from ragged_optim.owners import Job
 from ragged_optim.rule import MatrixRule
-from ragged_optim.state import Tiled
+from ragged_optim.state import Tiled, keep_tensors
 
 __all__ = ["BATCH_BYTES", "TOGETHER_BYTES", "Exchange", "Live", "MatrixParam", "compute_here"]
 
@@ -96,7 +96,10 @@ class Live:
             else:
                 read = {key: tiled.read() for key, tiled in self.tiled.items()}
                 state = {**self.state, **read} if read else self.state
+                before = dict(state)
                 direction = self.of.rule.direction(self.param, self.grad, state, self.of.group)
+                _check(direction, "direction", self.param.shape, self.of.rule)
+                keep_tensors(state, before, self.of.rule.name)
                 for key, tiled in self.tiled.items():
                     tiled.write(state[key])
                 self._direction = direction.to(self.of.wire)
@@ -114,6 +117,8 @@ class Live:
 
     def apply(self, index: int, fragment: Fragment, update: Tensor) -> None:
         """Apply the flat ``update`` of ``fragment`` of matrix ``index`` to what lies here."""
+        if self.of.rule.needs_finite and bool(update.isnan().all()):
+            return
         matrix, here = self.of.matrices[index], slice(fragment.at, fragment.at + fragment.numel)
         if fragment.numel == self.param.numel():
             param, state, update = self.param, self.state, update.view(self.param.shape)
@@ -148,12 +153,20 @@ def _updates(parts: Sequence[Part], matrices: Sequence[Tensor]) -> list[Tensor]:
     """
     of = parts[0][0].of
     states = [live.owned.get(index, {}) for live, index in parts]
+    before = [dict(state) for state in states]
     if not of.rule.needs_finite:
-        return [update.to(of.wire) for update in of.rule.update_all(matrices, states, of.group)]
+        updates = of.rule.update_all(matrices, states, of.group)
+        for update, state, tensors in zip(updates, states, before, strict=True):
+            _check(update, "update", matrices[0].shape, of.rule)
+            keep_tensors(state, tensors, of.rule.name)
+        return [update.to(of.wire) for update in updates]
     updates = []
-    for (live, index), matrix, state in zip(parts, matrices, states, strict=True):
+    for (live, index), matrix, state, tensors in zip(parts, matrices, states, before, strict=True):
         if bool(matrix.isfinite().all()):
-            updates.append(of.rule.update(matrix, state, of.group).to(of.wire))
+            update = of.rule.update(matrix, state, of.group)
+            _check(update, "update", matrix.shape, of.rule)
+            keep_tensors(state, tensors, of.rule.name)
+            updates.append(update.to(of.wire))
             continue
         # An error here would be one of this rank alone, while the others wait for its update.
         where = f"matrix {index} of " if len(live.of.matrices) > 1 else ""
@@ -162,8 +175,14 @@ def _updates(parts: Sequence[Part], matrices: Sequence[Tensor]) -> list[Tensor]:
             RuntimeWarning,
             stacklevel=2,
         )
-        updates.append(torch.zeros_like(matrix))
+        updates.append(torch.full_like(matrix, torch.nan))
     return updates
+
+
+def _check(returned: object, by: str, shape: torch.Size, rule: MatrixRule) -> None:
+    if not isinstance(returned, Tensor) or returned.shape != shape:
+        found = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise ValueError(f"rule {rule.name!r}: {by}() returns a tensor of shape {tuple(shape)} here, not {found}")
 
 
 def compute_here(parts: Iterable[Part]) -> None:

@@ -12,11 +12,14 @@ collective.
 
 from __future__ import annotations
 
+import functools
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast, overload
 
 import torch
@@ -31,11 +34,12 @@ from ragged_optim.exchange import Exchange, Live, MatrixParam, compute_here
 from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
 from ragged_optim.policies import Explanation, Row
 from ragged_optim.quantize import tiling
-from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule
-from ragged_optim.rules import rule_of
+from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule, StateSpec
+from ragged_optim.rules import NAMES, rule_of
 from ragged_optim.state import (
     Tiled,
     check_loadable,
+    keep_tensors,
     load_state,
     local,
     make_block_state,
@@ -50,7 +54,7 @@ __all__ = ["RaggedOptimizer", "given", "refuse"]
 
 # What torch's schedulers and named parameters put into param groups, and what we do.
 FOREIGN_KEYS = frozenset(
-    {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "momentum"}
+    {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 )
 OWN_KEYS = frozenset({"rule", "state_version"})
 # Implementation switches in the state dicts of torch's own optimizers; they say nothing about the state.
@@ -62,7 +66,7 @@ def refuse(optimizer: str, **requested: bool | None) -> None:
     for option, wanted in requested.items():
         if wanted:
             raise ValueError(
-                f"ragged_optim.{optimizer} does not support {option}; leave it out (the fused kernel is always used)"
+                f"ragged_optim.{optimizer} does not support {option}; leave it out (it chooses its own kernels)"
             )
 
 
@@ -107,9 +111,12 @@ class RaggedOptimizer(Optimizer):
         self._policy, self._default_policy = orig_param_policy, default_policy
         self._forget_plans()
         _check_keys(self._rule, hyperparameters, self._rule.name)
-        defaults = {**self._rule.defaults, **hyperparameters}
-        self._rule.check(defaults)
-        super().__init__(_without_empty(params), defaults)
+        self._defaults = {**self._rule.defaults, **hyperparameters}
+        self._rule.check(self._defaults)
+        for other, values in self._others.items():
+            rest = rule_of(other)
+            rest.check({**rest.defaults, **values})
+        super().__init__(_without_empty(params), dict(self._defaults))
         self._check_policy()
 
     def _forget_plans(self) -> None:
@@ -127,15 +134,26 @@ class RaggedOptimizer(Optimizer):
         """Add parameters; a group whose parameters go to several rules becomes several groups."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        for group in self._split(param_group):
-            # The group is complete; torch would fill in the defaults of the first rule.
-            defaults, self.defaults = self.defaults, {}
-            try:
+        before, defaults = len(self.param_groups), self.defaults
+        try:
+            for group in self._split(param_group):
+                # The group is complete; torch would fill in the defaults of the first rule.
+                self.defaults = {}
                 super().add_param_group(group)
-            finally:
-                self.defaults = defaults
-        self._exchanges = None
-        self._complete_states()
+            self._exchanges = None
+            self._complete_states()
+        except Exception:
+            for param in (param for group in self.param_groups[before:] for param in group["params"]):
+                self.state.pop(param, None)
+                self._matrix_params.pop(param, None)
+            del self.param_groups[before:]
+            raise
+        finally:
+            self.defaults = defaults
+        if "betas" in defaults and any("betas" not in self.rule_of(group).defaults for group in self.param_groups):
+            # Schedulers that cycle ``betas`` do so in all groups; with these defaults they cycle ``momentum``.
+            others = {key: value for key, value in defaults.items() if key != "betas"}
+            self.defaults = {**others, "momentum": defaults["betas"][0]}
 
     def _split(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         pairs = _named(param_group["params"])
@@ -162,6 +180,11 @@ class RaggedOptimizer(Optimizer):
                 advice = (
                     "" if named else " Pass model.named_parameters(), so that a policy can send it to another rule."
                 )
+                if named and policy.optimizer is None and self._default_policy is not None:
+                    advice = (
+                        f" Your policy leaves it to {rule.name}: fall back on policies.{rule.name}(), as in "
+                        f"policies.by_name({{...}}, policies.{rule.name}())."
+                    )
                 raise ValueError(
                     f"parameter {label!r} of shape {tuple(param.shape)} cannot be updated by {rule.name}: "
                     f"{reason}.{advice}"
@@ -182,7 +205,31 @@ class RaggedOptimizer(Optimizer):
         if not pairs:
             hyper = self._hyperparameters(first, first, overrides, ParamPolicy(), "(none)")
             groups[()] = {"params": [], "rule": first.name, **hyper, "state_version": first.state_version}
+        self._check_reach(first, overrides, list(groups.values()))
         return sorted(groups.values(), key=lambda group: group["rule"] != first.name)
+
+    def _check_reach(self, first: Rule, overrides: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """A hyperparameter of ``first`` in a group that the policy sends elsewhere altogether would do nothing."""
+        rules = [group["rule"] for group in groups]
+        if first.name in rules:
+            return
+        family = self._rules[rules[0]].family
+        idle = [
+            key
+            for key, value in overrides.items()
+            if key in first.defaults and key != "maximize" and f"{family}_{key}" not in overrides
+            # No decay is meant for all.
+            if not (key == "weight_decay" and float(value) == 0.0)
+        ]
+        if idle:
+            advice = f"give the group rule={rules[0]!r}, or say so in the policy"
+            if family in self._others:
+                advice = f"say {', '.join(f'{family}_{key}' for key in idle)}, or give the group rule={rules[0]!r}"
+            raise ValueError(
+                f"{', '.join(map(repr, idle))} of the param group of {groups[0]['params'][0][0]!r} would do nothing: "
+                f"such keys are for {first.name}, and the policy sends all parameters of this group to "
+                f"{', '.join(dict.fromkeys(rules))}; {advice}"
+            )
 
     def _known(self, rule: Rule) -> Rule:
         known = self._rules.setdefault(rule.name, rule)
@@ -211,15 +258,20 @@ class RaggedOptimizer(Optimizer):
                 own[key] = value
             elif rule.family == prefixes[prefix]:
                 foreign[key.removeprefix(prefix)] = value
+            elif key.removeprefix(prefix) not in _keys_of(prefixes[prefix]):
+                raise ValueError(
+                    f"unknown hyperparameter {key!r} in this param group; after {prefix} may stand "
+                    f"{', '.join(sorted(_keys_of(prefixes[prefix])))}"
+                )
         _check_keys(first, own, "this param group")
         _check_keys(rule, foreign, f"this param group, after {rule.family}_")
         _check_keys(rule, policy.hyperparameters, f"the policy of parameter {label!r}")
         if rule is first:
-            hyper = {**(self.defaults if rule is self._rule else rule.defaults), **own}
+            hyper = {**(self._defaults if rule is self._rule else rule.defaults), **own}
         else:
             hyper = {**rule.defaults}
             if "maximize" in hyper:
-                hyper["maximize"] = own.get("maximize", self.defaults.get("maximize", False))
+                hyper["maximize"] = own.get("maximize", self._defaults.get("maximize", False))
         hyper |= {
             key: value
             for key, value in self._others.get(rule.family, {}).items()
@@ -227,6 +279,9 @@ class RaggedOptimizer(Optimizer):
         }
         if rule is first:
             hyper |= own
+        elif "weight_decay" in hyper and own.get("weight_decay") == 0.0:
+            # A group of parameters that are not to decay: whatever updates them.
+            hyper["weight_decay"] = 0.0
         hyper |= {**foreign, **policy.hyperparameters}
         rule.check(hyper)
         return hyper
@@ -286,25 +341,30 @@ class RaggedOptimizer(Optimizer):
             layout = self._layouts[param] = layout_of(param, name)
         return layout
 
-    def _complete_states(self) -> None:
-        """Make the states of every parameter that has none, meta and frozen ones excepted."""
+    def _complete_states(self, late: Mapping[Tensor, dict[str, Any]] = MappingProxyType({})) -> None:
+        """Make the states of every parameter that has none, or not all; meta and frozen ones excepted.
+
+        ``late``: parameters whose states are wanted all the same, and the hyperparameters to make them by.
+        """
         missing = [
             (name, param, group)
             for name, param, group in self.named_entries()
-            if param not in self.state and _wants_state(param)
+            if param in late or (_wants_state(param) and _is_incomplete(self.rule_of(group), self.state, param, group))
         ]
         if not missing:
             return
         self._exchanges = None
         for name, param, group in missing:
             rule = self.rule_of(group)
-            if isinstance(rule, MatrixRule):
+            if isinstance(rule, MatrixRule) and param not in self._matrix_params:
                 self._matrix_params[param] = self._matrix_param(name, param, group, rule)
         self._choose_owners()
-        flat, buffers = flat_states([(param, group) for _, param, group in missing], self.rule_of)
+        missing = [(name, param, late.get(param, group)) for name, param, group in missing]
+        here = {param: self.state.get(param, {}) for _, param, _ in missing}
+        flat, buffers = flat_states([(param, group) for _, param, group in missing], self.rule_of, here)
         self._state_buffers += buffers
         for name, param, group in missing:
-            self.state[param] = self._make_state(name, param, group, flat.get(param, {}))
+            self.state[param] = {**self._make_state(name, param, group, flat.get(param, {})), **here[param]}
 
     def _make_state(
         self, name: str, param: Tensor, group: dict[str, Any], ready: Mapping[str, Tensor]
@@ -414,6 +474,7 @@ class RaggedOptimizer(Optimizer):
 
     def _up_to_date_entries(self) -> list[_Entry]:
         """What is known of each parameter; found anew when groups or states have changed since the last step."""
+        self._take_up_momentum()
         here = [(param, group) for group in self.param_groups for param in group["params"]]
         if len(here) != len(self._entries) or not all(
             entry.is_of(param, group, self.state.get(param))
@@ -427,9 +488,18 @@ class RaggedOptimizer(Optimizer):
             ]
         return self._entries
 
+    def _take_up_momentum(self) -> None:
+        """A scheduler that cycles ``momentum`` sets it in all groups; of a rule with ``betas`` it means the first."""
+        for group in self.param_groups:
+            if "momentum" in group and "momentum" not in self.rule_of(group).defaults:
+                momentum = group.pop("momentum")
+                if "betas" in group:
+                    group["betas"] = (momentum, *group["betas"][1:])
+
     def _step_elementwise(self, rule: ElementwiseRule, group: dict[str, Any], live: Sequence[_Entry]) -> None:
         params, gradients, states = [], [], []
-        whole, rest = self._whole_buckets(group, live)
+        taken_out = [entry.without_nonfinite() for entry in live]
+        whole, rest = ([], live) if any(taken_out) else self._whole_buckets(group, live)
         for bucket, gradient in whole:
             params.append(bucket.flat)
             gradients.append(gradient)
@@ -445,7 +515,10 @@ class RaggedOptimizer(Optimizer):
             states.append(state)
         if group.get("maximize"):
             gradients = [grad.neg() for grad in gradients]
+        before = [dict(state) for state in states]
         rule.update_all(params, gradients, states, group)
+        for state, tensors in zip(states, before, strict=True):
+            keep_tensors(state, tensors, rule.name)
         for store, state, key in written:
             store.write(state[key])
         for bucket, _ in whole:
@@ -471,14 +544,15 @@ class RaggedOptimizer(Optimizer):
         for entry in live:
             rule, group = entry.rule, entry.group
             assert isinstance(rule, BlockwiseRule) and entry.grad is not None
-            if entry.extent is None:
-                layout = self.layout(entry.param, entry.name)
-                extent = layout.extent(layout.rank)
-                assert extent is not None, "checked when the group was made"
-                entry.extent = replace(extent, name=entry.name)
-            state = {key: local(value) for key, value in self.state[entry.param].items()}
+            state, tiled, _ = self._states_here(entry)
+            if tiled:
+                state = state | {key: store.read() for key, store in tiled.items()}
+            before = dict(state)
             here = entry.grad.neg() if group.get("maximize") else entry.grad
-            rule.update(local(entry.param), here, state, group, entry.extent)
+            rule.update(local(entry.param), here, state, group, self._extent(entry))
+            keep_tensors(state, before, rule.name)
+            for key, store in tiled.items():
+                store.write(state[key])
 
     def _states_here(self, entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]]:
         """What lies here of the states of a parameter: as they are, those in 8 bits, and those of its matrices."""
@@ -486,29 +560,33 @@ class RaggedOptimizer(Optimizer):
         here = [local(value) for value in entry.state.values()]
         found = entry.here
         if found is None or len(found[0]) != len(here) or not all(a is b for a, b in zip(found[0], here, strict=True)):
-            state, tiled = self._local_state(entry.param, entry.group, entry.rule)
+            state, tiled = self._local_state(entry)
             owned: dict[int, dict[str, Tensor]] = {}
             if entry.of is not None:
                 state, owned = self._split_state(entry.of, state)
             found = entry.here = here, state, tiled, owned
         return found[1:]
 
-    def _local_state(
-        self, param: Tensor, group: Mapping[str, Any], rule: Rule
-    ) -> tuple[dict[str, Tensor], dict[str, Tiled]]:
-        """What lies here of the states of ``param``: as they are, and those in 8 bits by the rule's own key."""
-        state = {key: local(value) for key, value in self.state[param].items()}
+    def _local_state(self, entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Tiled]]:
+        """What lies here of the states of a parameter: as they are, and those in 8 bits by the rule's own key."""
+        state = {key: local(value) for key, value in self.state[entry.param].items()}
         if not any(key.endswith(".codes") for key in state):
             return state, {}
-        shape, tiled = tuple(param.shape), {}
-        for key, spec in rule.init(shape, group).items():
+        shape, tiled = tuple(entry.param.shape), {}
+        for key, spec in entry.rule.init(shape, entry.group).items():
             if spec.tile is not None:
-                layout = self.layout(param, key)
-                extent = layout.extent(layout.rank)
-                assert extent is not None, "checked when the group was made"
                 codes, scales = state.pop(f"{key}.codes"), state.pop(f"{key}.scales")
-                tiled[key] = Tiled(codes, scales, tiling(shape, *spec.tile), extent)
+                tiled[key] = Tiled(codes, scales, tiling(shape, *spec.tile), self._extent(entry))
         return state, tiled
+
+    def _extent(self, entry: _Entry) -> Extent:
+        """Which elements of a parameter without cut blocks lie here."""
+        if entry.extent is None:
+            layout = self.layout(entry.param, entry.name)
+            extent = layout.extent(layout.rank)
+            assert extent is not None, "checked when the group was made"
+            entry.extent = replace(extent, name=entry.name)
+        return entry.extent
 
     def _plan_exchanges(self) -> list[Exchange]:
         if self._exchanges is None:
@@ -570,6 +648,7 @@ class RaggedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; complete for every parameter that is not on the meta device."""
+        self._take_up_momentum()
         self._complete_states()
         self._settle()
         state_dict = super().state_dict()
@@ -580,8 +659,8 @@ class RaggedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load in place: states keep dtype, placement and address. State dicts of torch's optimizer of the same
-        algorithm load too.
+        """Load in place: states keep dtype, placement and address, and the groups what shaped them (``split_sizes``,
+        ``flatten``, ``tile``, ...). State dicts of torch's optimizer of the same algorithm load too.
 
         Raises ``ValueError`` before anything is changed: other groups, rule, shapes or states, or a newer state
         version.
@@ -597,9 +676,29 @@ class RaggedOptimizer(Optimizer):
         self._check_groups(saved_groups)
         entries = list(self.named_entries())
         saved_ids = _saved_ids(saved_groups, [name for name, _, _ in entries])
-        todo: list[tuple[Tensor, Any]] = []
-        for saved, (name, param, group) in zip(saved_ids, entries, strict=True):
-            values, state = state_dict["state"].get(saved, {}), self.state.get(param, {})
+        new_groups = {
+            id(group): self._loaded(group, saved) for group, saved in zip(self.param_groups, saved_groups, strict=True)
+        }
+        loaded = {
+            param: {key: value for key, value in state_dict["state"].get(saved, {}).items() if value is not None}
+            for saved, (_, param, _) in zip(saved_ids, entries, strict=True)
+        }
+        for name, param, _ in entries:
+            if loaded[param] and param.is_meta:
+                raise ValueError(f"parameter {name!r} is on the meta device: load its state when it is materialised")
+        # Parameters that are frozen now, but were not when the state was saved.
+        self._complete_states({p: group for _, p, group in entries if loaded[p] and p not in self.state})
+        todo: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = []
+        late: dict[Tensor, dict[str, Any]] = {}
+        for name, param, group in entries:
+            values, state = loaded[param], self.state.get(param, {})
+            rule, new = self.rule_of(group), new_groups[id(group)]
+            # States that come with a hyperparameter of the state dict, as SGD's with its momentum.
+            more = not values.keys() <= state.keys()
+            if more and state.keys() <= rule.init(tuple(param.shape), new).keys():
+                late[param] = new
+                state = self._make_state(name, param, new, {})
+            values = {**{key: value for key, value in rule.implied(values).items() if key in state}, **values}
             for key, value in values.items():
                 check_loadable(key, value, state, name, group["rule"])
             missing = [key for key in state if key not in values]
@@ -608,22 +707,32 @@ class RaggedOptimizer(Optimizer):
                 raise ValueError(
                     f"the state dict lacks {', '.join(map(repr, missing))} of parameter {name!r} (rule {group['rule']})"
                 )
-            todo += [(state[key], value) for key, value in values.items()] or [(value, 0) for value in state.values()]
-        for target, value in todo:
-            load_state(target, value)
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            kept = {key: group[key] for key in ("params", "rule", "state_version")}
-            names = {key: group[key] for key in ("param_names",) if key in group}
-            new = {key: _dtype_of(value) for key, value in saved.items() if key not in TORCH_SWITCHES}
-            merged = {**self.rule_of(group).defaults, **new, **kept, **names}
+            todo.append((name, param, group, values))
+        self._complete_states(late)
+        for name, param, group, values in todo:
+            state = self.state.get(param, {})
+            begun = values or (self._make_state(name, param, group, {}) if state else {})
+            for key, target in state.items():
+                load_state(target, begun.get(key, 0.0))
+        for group in self.param_groups:
+            merged = new_groups[id(group)]
             group.clear()
             group.update(merged)
         for _, param, group in entries:
             if param in self._matrix_params:
                 of = self._matrix_params[param]
                 of.wire = of.rule.wire_dtype(param.dtype, group)
+        self._exchanges = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """``group`` with the hyperparameters of ``saved``."""
+        rule = self.rule_of(group)
+        own = ("params", "param_names", "rule", "state_version", *rule.shaping)
+        kept = {key: group[key] for key in own if key in group}
+        new = {key: _dtype_of(value) for key, value in saved.items() if key not in TORCH_SWITCHES}
+        return {**rule.defaults, **new, **kept}
 
     def _check_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         if len(saved_groups) != len(self.param_groups):
@@ -650,7 +759,7 @@ class RaggedOptimizer(Optimizer):
                     f"param group {number} ({rule.name}) was saved with state version {version}; this library knows "
                     f"versions up to {rule.state_version}: update ragged-optim"
                 )
-            unknown = set(saved) - set(rule.defaults) - FOREIGN_KEYS - OWN_KEYS - TORCH_SWITCHES
+            unknown = set(saved) - set(rule.defaults) - FOREIGN_KEYS - OWN_KEYS - TORCH_SWITCHES - {"momentum"}
             if unknown:
                 raise ValueError(
                     f"the state dict has unknown hyperparameters for {rule.name}: {', '.join(sorted(unknown))}"
@@ -658,18 +767,47 @@ class RaggedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others")
-        return {key: self.__dict__[key] for key in kept}
+        kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others", "_defaults")
+        policies = {key: _Policy(self.__dict__[key]) for key in ("_policy", "_default_policy")}
+        # States lie at their owners, which depend on the order in which parameters were added.
+        owners = {param: of.owners for param, of in self._matrix_params.items()}
+        return {**{key: self.__dict__[key] for key in kept}, **policies, "_owners": owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._policy = self._default_policy = None
-        super().__setstate__(state)
+        policies = {key: state[key].function for key in ("_policy", "_default_policy")}
+        owners = state["_owners"]
+        super().__setstate__({key: value for key, value in state.items() if key != "_owners"} | policies)
         self._forget_plans()
         for name, param, group in self.named_entries():
             rule = self.rule_of(group)
             if isinstance(rule, MatrixRule) and param in self.state:
                 self._matrix_params[param] = self._matrix_param(name, param, group, rule)
+                self._matrix_params[param].owners = list(owners[param])
         self._choose_owners()
+
+
+class _Policy:
+    """A policy on its way into a copy or a file; one that cannot be pickled is found missing when it is next asked."""
+
+    def __init__(self, function: OrigParamPolicy | None) -> None:
+        self.function = function
+
+    def __deepcopy__(self, memo: object) -> _Policy:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            pickle.dumps(self.function)
+        except Exception:
+            return _Policy, (_lost,)
+        return _Policy, (self.function,)
+
+
+def _lost(name: str, parameter: Any) -> ParamPolicy | None:
+    raise ValueError(
+        f"who updates parameter {name!r}? The orig_param_policy of this optimizer could not be pickled with it: define "
+        "it as a function of a module, or give the group its rule"
+    )
 
 
 class _Entry:
@@ -697,17 +835,32 @@ class _Entry:
         """Whether this still holds; without a state, whether there should be none."""
         if self.param is not param or self.group is not group or self.state is not state:
             return False
-        return state is not None or not _wants_state(param)
+        return not _wants_state(param) if state is None else not self.rule.lacks(state, group)
 
     def is_finite(self) -> bool:
         """Whether the gradient is, as far as it lies here; true where a group does not ask for it."""
         return self.grad is None or not self.group.get("skip_nonfinite") or bool(self.grad.isfinite().all())
+
+    def without_nonfinite(self) -> bool:
+        """Take what is not finite of the gradient as 0, where the group asks for it; whether there was any."""
+        if self.grad is None or self.is_finite():
+            return False
+        bad = ~self.grad.isfinite()
+        self.grad = self.grad.masked_fill(bad, 0.0)
+        warnings.warn(
+            f"non-finite gradient of parameter {self.name!r} in {int(bad.sum())} element(s), which are taken as 0",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
 
     def local_grad(self) -> Tensor | None:
         """What lies here of the gradient; checked against the parameter."""
         param, grad = self.param, self.param.grad
         if grad is None:
             return None
+        if param.is_meta:
+            raise RuntimeError(f"parameter {self.name!r} is on the meta device and has a gradient: materialise it")
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of parameter {self.name!r} is sparse ({grad.layout}); ragged_optim takes dense "
@@ -720,6 +873,10 @@ class _Entry:
                 "gradient to the parameter's placements before step()"
             )
         return local(grad)
+
+
+def _is_incomplete(rule: Rule, states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor, group: Any) -> bool:
+    return param not in states or rule.lacks(states[param], group)
 
 
 def _wants_state(param: Tensor) -> bool:
@@ -769,6 +926,13 @@ def _check_keys(rule: Rule, keys: Iterable[str], where: str) -> None:
         )
 
 
+@functools.cache
+def _keys_of(family: str) -> frozenset[str]:
+    """The hyperparameters of the rules of ``family``."""
+    rules = map(rule_of, NAMES)
+    return frozenset(key for rule in rules if rule.family == family for key in rule.defaults)
+
+
 def _saved_ids(saved_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
     """The key of each of our parameters in a state dict: by name if it has ours in another order, else by position."""
     ids = [saved for group in saved_groups for saved in group["params"]]
@@ -800,7 +964,10 @@ def _blocks_of(rule: Rule, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> 
     """What the rule needs whole on one rank: its block, and the tiles of its 8-bit states."""
     if isinstance(rule, BlockwiseRule):
         yield rule.block(shape, hyper)
-    for spec in rule.init(shape, hyper).values():
+    specs = rule.init(shape, hyper)
+    if not isinstance(specs, dict) or not all(isinstance(spec, StateSpec) for spec in specs.values()):
+        raise TypeError(f"rule {rule.name!r}: init() returns a dict of StateSpec(shape, ...) by name, not {specs!r}")
+    for spec in specs.values():
         if spec.tile is not None:
             yield tiling(shape, *spec.tile).block
 

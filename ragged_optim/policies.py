@@ -176,6 +176,9 @@ class ByName:
 
     def __init__(self, patterns: Mapping[str, ParamPolicy], default: OrigParamPolicy | None) -> None:
         self.patterns, self.default = dict(patterns), default
+        for pattern, policy in self.patterns.items():
+            if not isinstance(policy, ParamPolicy):
+                raise TypeError(f"by_name: {pattern!r} must go to a ParamPolicy(optimizer=...), got {policy!r}")
 
     def __call__(self, name: str, parameter: Any) -> ParamPolicy | None:
         for pattern, policy in self.patterns.items():
@@ -288,7 +291,10 @@ def explain(
 
     if not isinstance(target, RaggedOptimizer):
         rows = []
-        for name, parameter in target:
+        pairs = list(target) if isinstance(target, Iterable) else [target]
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise TypeError("explain() takes an optimizer of this package, or model.named_parameters() and a policy")
+        for name, parameter in pairs:
             answer = apply_policy(policy, name, parameter)
             rule = default if answer.optimizer is None else answer.optimizer
             notes = [f"{key}={value}" for key, value in answer.hyperparameters.items()]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ __all__ = [
     "offset",
     "offset_v",
     "powers_of_two",
+    "report",
     "root_scale",
     "tiling",
 ]
@@ -362,9 +364,15 @@ def encode_tiles(
     *,
     signed: bool = True,
     dynamic: bool = False,
-) -> None:
-    """Write fp32 ``value`` to the local ``codes`` and ``scales``, rounded to nearest; options as above."""
+) -> list[tuple[int, int]]:
+    """Write fp32 ``value`` to the local ``codes`` and ``scales``, rounded to nearest; options as above.
+
+    What is not finite is taken as 0, and what is too large for the format as the largest that is not. Returns where
+    tiles begin (global row, column) that hold something not finite.
+    """
     half = torch.full((1, 1, 1, 1), HALF, dtype=torch.int32, device=value.device)
+    largest = torch.finfo(torch.float32).max if dynamic else LARGEST_V / M_OVER_V if signed else LARGEST_V
+    spoilt = []
     for segment in tiles.segments(extent):
         here, bands, across = _place(segment, tiles)
         rows = bands.stop - bands.start
@@ -373,6 +381,12 @@ def encode_tiles(
         tiled = full.view(rows, tiles.height, across, tiles.width)
         magnitude = tiled.abs()
         most = magnitude.amax((1, 3))
+        if not bool((most <= largest).all()):
+            bad = (~most.isfinite()).nonzero().tolist()
+            spoilt += [(segment.row + band * tiles.height, tile * tiles.width) for band, tile in bad]
+            # They would take the other elements of their tile along.
+            torch.abs(tiled.nan_to_num_(0.0, 0.0, 0.0).clamp_(-largest, largest), out=magnitude)
+            most = magnitude.amax((1, 3))
         if dynamic:
             found = most if signed else root_scale(most)
             tiled.mul_(inverse(found if signed else found.square())[:, None, :, None])
@@ -383,6 +397,19 @@ def encode_tiles(
             bits = encode_m(magnitude, tiled) if signed else encode_v(magnitude, half)
         scales.view(-1, tiles.tiles_across)[bands, :across] = found
         codes.view(-1)[here] = bits.view(full.shape)[: segment.rows, : segment.cols].reshape(-1).to(torch.uint8)
+    return spoilt
+
+
+def report(spoilt: Sequence[tuple[int, int]], of: str, name: str) -> None:
+    """Warn of a gradient of parameter ``name`` that is not finite: in which tiles or elements (``of``)."""
+    if spoilt:
+        places = ", ".join(f"(row {row}, column {column})" for row, column in spoilt[:5])
+        warnings.warn(
+            f"non-finite gradient of parameter {name!r} in {len(spoilt)} {of}, at {places}"
+            f"{', ...' if len(spoilt) > 5 else ''}; the states of all other elements are unharmed",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _place(segment: Segment, tiles: Tiling) -> tuple[slice, slice, int]:

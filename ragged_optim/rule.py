@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -61,25 +62,39 @@ class Rule(ABC):
     family: ClassVar[str] = ""
     # Stands in each param group as ``state_version``; raise it when the meaning of a state changes.
     state_version: ClassVar[int] = 1
+    # Hyperparameters by which parameters were cut and states made: loading a state dict leaves them as they are.
+    shaping: ClassVar[frozenset[str]] = frozenset({"split_sizes", "flatten", "tile", "min_8bit_size", "state_dtype"})
 
     def check(self, group: Group) -> None:
         """Raise ``ValueError`` for hyperparameters that cannot be meant, ``TypeError`` for wrong types."""
-        for key in ("lr", "weight_decay", "eps", "momentum"):
-            value = group.get(key)
-            if value is None:
+        for key in ("lr", "weight_decay", "eps", "momentum", "min_8bit_size"):
+            if key not in group or (group[key] is None and self.defaults.get(key, 0) is None):
                 continue
+            value = group[key]
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
                     f"{self.name}: {key} must be a number or a tensor of one element, got shape {tuple(value.shape)}"
                 )
+            if not isinstance(value, (Tensor, Real)):
+                raise ValueError(f"{self.name}: {key} must be a number, got {value!r}")
             if not float(value) >= 0.0:
                 raise ValueError(f"{self.name}: {key} must be at least 0, got {value!r}")
         mode = group.get("weight_decay_mode", "decoupled")
         if mode not in WEIGHT_DECAY_MODES:
             raise ValueError(f"{self.name}: weight_decay_mode must be one of {WEIGHT_DECAY_MODES}, got {mode!r}")
         betas = group.get("betas")
-        if betas is not None and not (len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
+        if betas is not None and not (
+            isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)
+        ):
             raise ValueError(f"{self.name}: betas must be two numbers in [0, 1), got {betas!r}")
+        tile = group.get("tile")
+        if tile is not None and not (_are_sizes(tile) and len(tile) == 2):
+            raise ValueError(f"{self.name}: tile must be two positive integers (rows, columns), got {tile!r}")
+        split_sizes = group.get("split_sizes")
+        if split_sizes is not None and not _are_sizes(split_sizes):
+            raise ValueError(
+                f"{self.name}: split_sizes must be positive integers (the rows of each matrix), got {split_sizes!r}"
+            )
 
     def accepts(self, shape: Sequence[int]) -> str | None:
         """Why a parameter of this global shape cannot be updated by this rule; ``None`` when it can."""
@@ -88,6 +103,14 @@ class Rule(ABC):
     @abstractmethod
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
         """The states of a parameter of global ``shape``. A function of these two alone, never of a local size."""
+
+    def lacks(self, state: Mapping[str, Tensor], group: Group) -> bool:
+        """Whether ``state`` has become incomplete as a hyperparameter was changed; what is missing is then made."""
+        return False
+
+    def implied(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What torch's optimizer of the same algorithm leaves out of the ``state`` that it saves for a parameter."""
+        return {}
 
 
 class ElementwiseRule(Rule):
@@ -128,8 +151,8 @@ class MatrixRule(Rule):
     A matrix that already lies whole on a rank goes through the same three calls there, without communication.
     """
 
-    # Whether ``update`` would spoil its states with a matrix that is not finite; it is then not called (a warning
-    # says so).
+    # Whether ``update`` would spoil its states with a matrix that is not finite; it is then not called, and the matrix
+    # left alone (a warning says so). An ``update`` of such a rule that returns nothing but nan asks for that, too.
     needs_finite: ClassVar[bool] = False
 
     def accepts(self, shape: Sequence[int]) -> str | None:
@@ -178,6 +201,10 @@ class MatrixRule(Rule):
     @abstractmethod
     def apply(self, param: Tensor, update: Tensor, state: State, group: Group, shape: tuple[int, int]) -> None:
         """On the shard: apply a piece of the update of a matrix of (rows, cols) = ``shape`` to ``param`` in place."""
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(size, Integral) and int(size) > 0 for size in value)
 
 
 def learning_rate(group: Group) -> float:

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_optim.layout import Extent, Layout
-from ragged_optim.quantize import Tiling, decode_tiles, encode_tiles, tiling
+from ragged_optim.quantize import Tiling, decode_tiles, encode_tiles, report, tiling
 from ragged_optim.rule import StateSpec
 
 __all__ = [
     "Tiled",
     "check_loadable",
+    "keep_tensors",
     "load_state",
     "local",
     "make_block_state",
@@ -60,8 +61,9 @@ class Tiled:
         return decode_tiles(self.codes, self.scales, self.tiles, self.extent)
 
     def write(self, value: Tensor) -> None:
-        """Round ``value`` to nearest."""
-        encode_tiles(value, self.codes, self.scales, self.tiles, self.extent)
+        """Round ``value`` to nearest; elements that are not finite become 0, and their tiles are reported."""
+        spoilt = encode_tiles(value, self.codes, self.scales, self.tiles, self.extent)
+        report(spoilt, f"tile(s) of {self.tiles.height} x {self.tiles.width}", self.extent.name)
 
 
 def make_tiled_state(spec: StateSpec, param: Tensor, name: str, key: str, layout: Layout) -> dict[str, Tensor]:
@@ -137,6 +139,24 @@ def make_owned_state(spec: StateSpec, param: Tensor, name: str, layout: Layout, 
     rows = spec.shape if layout.rank == owner else (0, *spec.shape[1:])
     mine = torch.full(rows, _fill(spec, name), dtype=dtype, device=device)
     return _assembled(mine, spec.shape, layout, [int(rank == owner) for rank in range(len(layout.pieces))])
+
+
+def keep_tensors(state: dict[str, Tensor], before: Mapping[str, Tensor], rule: str) -> None:
+    """Put the tensors that ``state`` had ``before`` a rule's method saw it back, with the values that it has now.
+
+    Raises ``ValueError`` naming the rule when that cannot be.
+    """
+    if state.keys() != before.keys():
+        raise ValueError(f"rule {rule!r} has made or removed states; its init() names all that a parameter has")
+    for key, tensor in before.items():
+        value = state[key]
+        if value is not tensor:
+            if value.shape != tensor.shape:
+                raise ValueError(
+                    f"rule {rule!r} has set its state {key!r} to shape {tuple(value.shape)}, not {tuple(tensor.shape)}"
+                )
+            tensor.copy_(value)
+            state[key] = tensor
 
 
 def check_loadable(key: str, value: object, state: Mapping[str, Tensor], name: str, rule: str) -> None:

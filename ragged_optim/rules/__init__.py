@@ -6,6 +6,7 @@ Rules are found by name here, and imported when asked for.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 
 from ragged_optim.rule import Rule
 
@@ -37,4 +38,10 @@ def rule_of(rule: str | type) -> Rule:
         rule = getattr(importlib.import_module(module), name)
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"a rule is a name or a subclass of ElementwiseRule, BlockwiseRule or MatrixRule, got {rule!r}")
+    for attribute, kind in (("name", str), ("defaults", Mapping)):
+        if not isinstance(getattr(rule, attribute, None), kind):
+            raise TypeError(
+                f"the rule class {rule.__name__} needs a class attribute {attribute!r}: a name of its own, and its "
+                "hyperparameters with their defaults"
+            )
     return rule()

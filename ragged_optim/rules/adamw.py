@@ -109,9 +109,9 @@ class AdamRule(AdamWRule):
 
 
 def betas_of(group: Group) -> tuple[float, float]:
-    """beta1 and beta2. A scheduler that cycles ``momentum`` over groups of several algorithms cycles beta1 here."""
+    """beta1 and beta2 as numbers."""
     beta1, beta2 = group["betas"]
-    return float(group.get("momentum", beta1)), float(beta2)
+    return float(beta1), float(beta2)
 
 
 def _kernel_for(fp32: Tensor) -> AdamWKernel | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -68,9 +67,8 @@ class AdamW8bitRule(BlockwiseRule):
         super().check(group)
         if group["format"] not in FORMATS:
             raise ValueError(f"{self.name}: format must be one of {FORMATS}, got {group['format']!r}")
-        tile = group["tile"]
-        if len(tile) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in tile):
-            raise ValueError(f"{self.name}: tile must be two positive integers (rows, columns), got {tile!r}")
+        if type(group["seed"]) is not int:
+            raise ValueError(f"{self.name}: seed must be an integer, got {group['seed']!r}")
         if group["format"] == "bitsandbytes":
             ours = [key for key in ("bf16_stochastic_round", "skip_nonfinite") if group[key]]
             if ours:
@@ -124,7 +122,10 @@ class AdamW8bitRule(BlockwiseRule):
         work = wide(param).contiguous()
         flat, gradient = work.view(-1), grad.reshape(-1)
         if "exp_avg" in state:
-            _plain(flat, gradient.float(), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), step)
+            moments = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+            bad = _plain(flat, gradient.float(), *moments, step, skip=bool(group["skip_nonfinite"]))
+            cols = extent.shape[-1] if extent.shape else 1
+            q.report([divmod(extent.start + at, cols) for at in bad], "element(s)", extent.name)
         else:
             for segment in tiles.segments(extent):
                 _quantized(flat, gradient, state, tiles, segment, seeds, step, group, extent)
@@ -187,12 +188,24 @@ class _Step:
         )
 
 
-def _plain(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: _Step) -> None:
+def _plain(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: _Step, *, skip: bool) -> list[int]:
+    """With fp32 moments. Returns which elements of the gradient are not finite: they count as 0, and make a nan of the
+    parameter unless they are to be skipped.
+    """
     if step.l2:
         grad = grad.add(param, alpha=step.l2)
+    bad = None if bool(grad.isfinite().all()) else ~grad.isfinite()
+    if bad is not None:
+        grad = grad.masked_fill(bad, 0.0)
     m.lerp_(grad, 1 - step.beta1)
     v.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
     param.mul_(step.shrink).addcdiv_(m, v.sqrt().add_(step.eps), value=-step.size)
+    if bad is None:
+        return []
+    if not skip:
+        param.masked_fill_(bad, torch.nan)
+    found: list[int] = bad.nonzero().flatten().tolist()
+    return found
 
 
 def _by_the_library(param: Tensor, grad: Tensor, state: State, step: _Step) -> None:
@@ -315,7 +328,7 @@ class _Workspace:
         self.tile_of_one = self.tile_of[: bands * shape[1]]
 
     def spread_out(self, scales: Tensor) -> Tensor:
-        """``scales`` (2, bands, across) over the columns of their tiles: (2, bands, 1, columns), until the next call."""
+        """``scales`` (2, bands, across) over the columns of their tiles: (2, bands, 1, columns), till the next call."""
         torch.index_select(scales.view(-1), 0, self.tile_of, out=self.spread_flat)
         return self.spread
 
@@ -441,35 +454,33 @@ def _chunk(
 
 
 def _report(bad: list[int], extent: Extent, segment: q.Segment, across: int, tiles: q.Tiling) -> None:
-    if bad:
-        places = ", ".join(
-            f"(row {segment.row + tile // across * tiles.height}, column {tile % across * tiles.width})"
-            for tile in bad[:5]
-        )
-        warnings.warn(
-            f"non-finite gradient of parameter {extent.name!r} in {len(bad)} tile(s) of {tiles.height} x "
-            f"{tiles.width}, at {places}{', ...' if len(bad) > 5 else ''}; the other elements and the states are "
-            "unharmed",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    places = [(segment.row + tile // across * tiles.height, tile % across * tiles.width) for tile in bad]
+    # A gradient whose square no code of v can hold is as good as infinite.
+    of = f"tile(s) of {tiles.height} x {tiles.width} (or one above 1e9 that is too large for them)"
+    q.report(places, of, extent.name)
 
 
 def _round_stochastically(param: Tensor, work: Tensor, tiles: q.Tiling, extent: Extent, seeds: tuple[int, ...]) -> None:
-    """bf16 ``param`` from fp32 ``work``.
+    """bf16 ``param`` from fp32 ``work``, which is rounded in place.
 
     Up with the probability of the distance, by 16 bits of a hash of the position.
     """
     columns = q.keys(tiles.cols, 0, (1,), param.device)
-    flat, target = work.view(-1), param.view(-1)
-    for segment in tiles.segments(extent):
-        here = slice(segment.start, segment.start + segment.rows * segment.cols)
-        rows = q.keys(segment.rows, segment.row, (*seeds, 1), param.device)
-        values = flat[here].view(segment.rows, segment.cols)
-        dither = q.noise(rows[:, None], columns[None, : segment.cols], torch.empty_like(values, dtype=torch.int32))
+    at, flat = extent.start, work.view(-1)
+    while at < extent.stop:
+        # Whole rows, or what lies here of one: a parameter without tiles may be cut anywhere.
+        row, col = divmod(at, tiles.cols)
+        count = max(1, (extent.stop - at) // tiles.cols) if col == 0 else 1
+        stop = min(extent.stop, (row + count) * tiles.cols)
+        values = flat[at - extent.start : stop - extent.start].view(count, -1)
+        rows = q.keys(count, row, (*seeds, 1), param.device)
+        dither = q.noise(
+            rows[:, None], columns[None, col : col + values.shape[1]], torch.empty_like(values, dtype=torch.int32)
+        )
         bits = values.view(torch.int32).add(dither.bitwise_right_shift_(4)).bitwise_and_(-65536)
-        rounded = torch.where(values.isfinite(), bits.view(torch.float32), values)
-        target[here].view_as(values).copy_(rounded)
+        values.copy_(torch.where(values.isfinite(), bits.view(torch.float32), values))
+        at = stop
+    param.copy_(work)
 
 
 class AdamW8bit(RaggedOptimizer):

@@ -38,6 +38,7 @@ class LionRule(ElementwiseRule):
         "weight_decay": 0.0,
         "weight_decay_mode": "decoupled",
         "maximize": False,
+        "skip_nonfinite": False,
         "momentum_8bit": False,
         "tile": (32, 32),
         "min_8bit_size": 4096,
@@ -52,7 +53,9 @@ class LionRule(ElementwiseRule):
         beta1, beta2 = betas_of(group)
         work, momentum = wide(param), wide(state["exp_avg"])
         grad = grad.to(momentum.dtype)
-        sign = momentum.lerp(grad, 1 - beta1).sign_()
+        mixed = momentum.lerp(grad, 1 - beta1)
+        # The sign of a nan is 0: the element would stop for ever, and nobody see it. 0 times it is nan.
+        sign = mixed.sign().add_(mixed, alpha=0)
         decay(work, sign, group)
         work.add_(sign, alpha=-learning_rate(group))
         momentum.lerp_(grad, 1 - beta2)
@@ -65,7 +68,9 @@ class LionRule(ElementwiseRule):
 class Lion(RaggedOptimizer):
     """Lion for plain, ``Shard(0)`` and ``RaggedShard`` parameters; the weight decay is decoupled.
 
-    ``momentum_8bit``: keep the momentum of parameters of ``min_8bit_size`` elements or more in 8 bits, in tiles.
+    ``skip_nonfinite``: take a gradient element that is nan or inf as 0, and warn; otherwise its element of the
+    parameter becomes nan. ``momentum_8bit``: keep the momentum of parameters of ``min_8bit_size`` elements or more in
+    8 bits, in tiles.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Lion(RaggedOptimizer):
         *,
         weight_decay_mode: str = "decoupled",
         maximize: bool = False,
+        skip_nonfinite: bool = False,
         momentum_8bit: bool = False,
         tile: tuple[int, int] = (32, 32),
         min_8bit_size: int = 4096,
@@ -91,6 +97,7 @@ class Lion(RaggedOptimizer):
             weight_decay=weight_decay,
             weight_decay_mode=weight_decay_mode,
             maximize=maximize,
+            skip_nonfinite=skip_nonfinite,
             momentum_8bit=momentum_8bit,
             tile=tile,
             min_8bit_size=min_8bit_size,

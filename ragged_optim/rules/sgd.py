@@ -46,13 +46,20 @@ class SGDRule(ElementwiseRule):
             states["step"] = StateSpec((), torch.float32, home="everywhere")
         return states
 
+    def lacks(self, state: Mapping[str, Tensor], group: Group) -> bool:
+        return bool(group["momentum"]) and "momentum_buffer" not in state
+
+    def implied(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        # torch makes the buffer in the first step.
+        return {"step": 1.0} if "momentum_buffer" in state else {}
+
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group) -> None:
         work = wide(param)
         grad = grad.to(work.dtype)
         if group["weight_decay"]:
             grad = grad.add(work, alpha=float(group["weight_decay"]))
-        if "momentum_buffer" in state:
-            momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        if momentum:
             if "step" in state:
                 dampening = dampening if float(state["step"]) else 0.0
                 state["step"] += 1

@@ -8,9 +8,9 @@
     L  = shampoo_beta L + (1 - shampoo_beta) G G^T,  R alike
     Q_L, Q_R: one step of orthogonal iteration every ``precondition_frequency`` steps
 
-The first step only initialises L, R and the bases, as in the authors' code. All but the step of the parameters
-happens at the owner of the matrix. A side longer than ``max_preconditioner_dim`` keeps its own basis (it has no
-factor).
+The first step only initialises L, R and the bases and leaves the parameter alone, decay included, as the authors' code
+does. All but the step of the parameters happens at the owner of the matrix. A side longer than
+``max_preconditioner_dim`` (theirs: ``max_precond_dim``) keeps its own basis (it has no factor).
 
 With ``basis_delay`` = d, the basis made of the factors of step t is first used after step t + d: until then it is
 computed in a thread beside the training. When it is used does not depend on when it is ready.
@@ -18,6 +18,7 @@ computed in a thread beside the training. When it is used does not depend on whe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -104,9 +105,11 @@ class SOAPRule(MatrixRule):
             for side in ("L", "R"):
                 if side in state:
                     basis = roots.eigenbasis(roots.unpack(state[side]))
-                    size = state[f"Q_{side}"].shape[0]
-                    state[f"Q_{side}"].copy_(torch.eye(size, device=matrix.device) if basis is None else basis)
-            return torch.zeros_like(matrix)
+                    if basis is None:
+                        basis = torch.eye(state[f"Q_{side}"].shape[0], device=matrix.device)
+                        _warn(side, "the identity is used")
+                    state[f"Q_{side}"].copy_(basis)
+            return torch.full_like(matrix, torch.nan)  # the parameter is left alone
         rotated = _rotate(matrix, state)
         mean = state["exp_avg"].lerp_(matrix, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
@@ -137,9 +140,11 @@ class SOAPRule(MatrixRule):
 
     def _turn(self, side: str, basis: Tensor, order: Tensor, state: State) -> None:
         """Take over a new basis, made of the columns of the last one in ``order``."""
-        if bool(basis.isfinite().all()):  # else the last one stays in use
-            state[f"Q_{side}"].copy_(basis)
-            state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select("LR".index(side), order))
+        if not bool(basis.isfinite().all()):
+            _warn(side, "the last one stays in use")
+            return
+        state[f"Q_{side}"].copy_(basis)
+        state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select("LR".index(side), order))
 
     def _accumulate(self, matrix: Tensor, state: State, group: Group) -> None:
         if "L" in state:
@@ -155,6 +160,10 @@ class SOAPRule(MatrixRule):
             param.copy_(work)
 
 
+def _warn(side: str, instead: str) -> None:
+    warnings.warn(f"soap: no basis of {side}; {instead}", RuntimeWarning, stacklevel=3)
+
+
 def _rotate(matrix: Tensor, state: State) -> Tensor:
     matrix = state["Q_L"].T @ matrix if "Q_L" in state else matrix
     return matrix @ state["Q_R"] if "Q_R" in state else matrix
@@ -166,7 +175,7 @@ def _rotate_back(matrix: Tensor, state: State) -> Tensor:
 
 
 class SOAP(RaggedOptimizer):
-    """SOAP for the hidden matrices of a model, AdamW (``adamw_*``) for the rest; the authors' names and defaults.
+    """SOAP for the hidden matrices of a model, AdamW (``adamw_*``) for the rest; the authors' defaults.
 
     ``precondition_frequency``: steps between new bases. ``basis_delay``: steps that one may take in the background
     before it is used. ``split_sizes``, ``flatten``: as in ``Muon``.

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests import cluster
 
+MIXED = ("shard0", "plain", "ragged", "shard1", "replicate", "ragged7")
+
 
 def full(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -93,14 +95,15 @@ def train(
 ) -> dict[str, list[str]]:
     """Digests of each full parameter and its full states after ``steps`` steps.
 
-    ``lacking``: (step, parameter) without a gradient.
+    ``lacking``: (step, parameter) without a gradient. ``layout``: also "mixed": one of each, in turn.
     """
     mesh = None
     if layout != "plain":
         names = ("data", "tensor") if layout.startswith("tensor") else None
         mesh = cluster.mesh(mesh_shape or (dist.get_world_size(),), names)
+    layouts = list(itertools.islice(itertools.cycle(MIXED if layout == "mixed" else [layout]), len(shapes)))
     params = [
-        torch.nn.Parameter(shard(full(shape, seed + i, dtype), layout, mesh, seed + 31 * i))
+        torch.nn.Parameter(shard(full(shape, seed + i, dtype), layouts[i], mesh, seed + 31 * i))
         for i, shape in enumerate(shapes)
     ]
     optimizer = make([(f"layer.{i}.weight", p) for i, p in enumerate(params)], **options)
@@ -110,7 +113,7 @@ def train(
                 param.grad = None
                 continue
             grad = full(shape, 1000 + 100 * step + i + seed, dtype)
-            param.grad = shard(grad, layout, mesh, seed + 31 * i)
+            param.grad = shard(grad, layouts[i], mesh, seed + 31 * i)
         optimizer.step()
     return {
         f"layer.{i}.weight": [

@@ -402,6 +402,45 @@ def test_channels_last_and_transposed_parameters_end_as_contiguous_ones(name: st
         assert torch.equal(*params)
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit"])
+def test_a_bad_gradient_of_a_small_parameter_is_reported_and_its_moments_recover(name: str, skip: bool) -> None:
+    param = nn.Parameter(full((5, 7), 0))
+    optimizer = getattr(ragged_optim, name)([("b", param)], weight_decay=0.1, skip_nonfinite=skip)
+    param.grad = full((5, 7), 1)
+    param.grad[2, 3], param.grad[4, 0] = math.nan, -math.inf
+    with pytest.warns(RuntimeWarning, match=r"'b' in 2 element\(s\), at \(row 2, column 3\), \(row 4, column 0\)"):
+        optimizer.step()
+    assert int(param.isnan().sum()) == (0 if skip else 2)
+    assert all(bool(optimizer.state[param][key].isfinite().all()) for key in ("exp_avg", "exp_avg_sq"))
+
+
+@given(
+    shape=st.sampled_from([(37,), (7, 3), (1500,), (2, 5, 3), (60, 41)]),
+    cuts=st.lists(st.integers(0, 2460), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@example(shape=(7, 3), cuts=[10], dtype=torch.bfloat16)
+def test_small_parameters_cut_anywhere_end_as_whole_ones(
+    shape: tuple[int, ...], cuts: list[int], dtype: torch.dtype
+) -> None:
+    rule = adamw8bit.AdamW8bitRule()
+    group = {**rule.defaults, "lr": 1e-4, "bf16_stochastic_round": True}
+    numel, ends = math.prod(shape), []
+    for edges in ((0, numel), sorted({0, numel, *(min(cut, numel) for cut in cuts)})):
+        parts = []
+        for start, stop in itertools.pairwise(edges):
+            param = full(shape, 0, dtype).view(-1)[start:stop].clone()
+            state = {"step": torch.zeros(()), "salt": torch.tensor(7)}
+            state |= {moment: torch.zeros(stop - start) for moment in ("exp_avg", "exp_avg_sq")}
+            for step in range(3):
+                grad = full(shape, 1 + step, dtype).view(-1)[start:stop]
+                rule.update(param, grad, state, group, Extent(shape, start, stop))
+            parts.append([param, state["exp_avg"], state["exp_avg_sq"]])
+        ends.append([torch.cat(tensors) for tensors in zip(*parts, strict=True)])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 def cut_tile() -> list[str]:
     messages = []
     for shape, layout in (((96, 100), "shard0"), ((3, 50, 8), "ragged")):

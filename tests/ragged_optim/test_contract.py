@@ -6,7 +6,8 @@ import copy
 import inspect
 import io
 import pickle
-from typing import Any
+import warnings
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import ragged_optim
-from ragged_optim import ParamPolicy
+from ragged_optim import ParamPolicy, StateSpec, policies
 from tests import cluster
-from tests.ragged_optim.models import full, shard
+from tests.ragged_optim.models import digest, full, shard
 
 NAMES = [
     name
@@ -149,14 +150,28 @@ def test_schedulers(name: str, tensor_lr: bool, schedule: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_momentum_cycling_reaches_groups_of_other_algorithms() -> None:
+@pytest.mark.parametrize("first", ["Muon", "AdamW", "Shampoo"])
+def test_momentum_cycling_reaches_groups_of_other_algorithms(first: str) -> None:
     module = model()
-    optimizer = build("Muon", module)
-    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, base_momentum=0.7, max_momentum=0.8)
-    assert [group["momentum"] for group in optimizer.param_groups] == [0.8, 0.8]
+    policy = policies.shampoo() if first == "Shampoo" else policies.muon()
+    optimizer = build(first, module, orig_param_policy=policy)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, base_momentum=0.7, max_momentum=0.8)
     step(optimizer, module)
-    (bias,) = (p for p in module.parameters() if p.ndim == 1)
+    cycled = [group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups]
+    assert cycled == [0.8, 0.8]
+    bias, weight = module[0].bias, module[0].weight
     torch.testing.assert_close(optimizer.state[bias]["exp_avg"], (1 - 0.8) * bias.grad)
+    key = "exp_avg" if first == "Shampoo" else "momentum_buffer"
+    torch.testing.assert_close(optimizer.state[weight][key], (1 - 0.8) * weight.grad)
+    # What a scheduler has left there neither wins over a later assignment nor goes into checkpoints.
+    scheduler.step()
+    assert all(("momentum" in g) == (g["rule"] == "muon") for g in optimizer.state_dict()["param_groups"])
+    (group,) = (group for group in optimizer.param_groups if group["rule"] == "adamw")
+    group["betas"] = (0.25, 0.999)
+    before = optimizer.state[bias]["exp_avg"].clone()
+    step(optimizer, module)
+    torch.testing.assert_close(optimizer.state[bias]["exp_avg"], 0.25 * before + 0.75 * bias.grad)
+    assert group["betas"] == (0.25, 0.999)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -242,6 +257,32 @@ def test_groups_keep_their_own_hyperparameters() -> None:
     ]
 
 
+def test_a_group_that_is_not_to_decay_does_not_whatever_updates_it() -> None:
+    first, bias, last = model().named_parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [bias, last], "weight_decay": 0.0}]
+    optimizer = ragged_optim.Muon(groups, adamw_weight_decay=0.5)
+    got = [(g["rule"], g["weight_decay"], g["param_names"]) for g in optimizer.param_groups]
+    assert got == [("muon", 0.1, ["0.weight"]), ("muon", 0.0, ["2.weight"]), ("adamw", 0.0, ["0.bias"])]
+    optimizer = ragged_optim.Muon([{"params": [bias], "weight_decay": 0.0, "adamw_lr": 0.25}])
+    assert [(g["rule"], g["weight_decay"], g["lr"]) for g in optimizer.param_groups] == [("adamw", 0.0, 0.25)]
+
+
+def test_hyperparameters_that_reach_no_parameter_of_their_group_are_refused() -> None:
+    first, bias, last = model().named_parameters()
+    group = {"params": [bias], "weight_decay": 0.1, "lr": 7e-4}
+    with pytest.raises(ValueError, match=r"'weight_decay', 'lr' of the param group of '0.bias'.*adamw_lr, or give"):
+        ragged_optim.Muon([{"params": [first, last]}, group])
+    with pytest.raises(ValueError, match="of this group to muon; give the group rule='muon', or say so in the policy"):
+        ragged_optim.AdamW([{"params": [first], "lr": 0.1}], orig_param_policy=policies.muon())
+    with pytest.raises(ValueError, match="unknown hyperparameter 'adamw_weigth_decay' in this param group"):
+        ragged_optim.Muon([{"params": [first], "adamw_weigth_decay": 0.1}])
+    ragged_optim.Muon([{"params": [first, last]}, {**group, "rule": "adamw"}])
+    ragged_optim.Muon([{"params": [bias], "lr": 0.1, "adamw_lr": 0.1}])  # layer-wise rates for both kinds
+    for rule in ("AdamW", "Shampoo", "SOAP", "Lion"):
+        with pytest.raises(ValueError, match="unknown hyperparameter 'momentum' for rule"):
+            getattr(ragged_optim, rule)([{"params": [first], "momentum": 0.5}])
+
+
 def test_a_group_may_name_its_rule() -> None:
     module = model()
     first, bias, last = module.named_parameters()
@@ -281,6 +322,42 @@ def test_add_param_group_splits_by_rule_and_checks() -> None:
         optimizer.add_param_group({"params": [("again", next(module.parameters()))]})
 
 
+def test_a_group_that_cannot_be_added_leaves_nothing_behind() -> None:
+    module = model()
+    optimizer = build("Muon", module)
+    new = nn.Parameter(full((8, 8), 0))
+    for bad in (module[0].bias, nn.Parameter(torch.zeros(3, dtype=torch.complex64))):
+        with pytest.raises(ValueError):
+            optimizer.add_param_group({"params": [("new.weight", new), ("bad.bias", bad)]})
+        assert len(optimizer.param_groups) == 2 and new not in optimizer.state
+    lr_scheduler.LambdaLR(optimizer, [lambda epoch: 1.0] * 2)
+    step(optimizer, module)
+    optimizer.add_param_group({"params": [("new.weight", new)]})
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def by_shape(name: str, parameter: Tensor) -> ParamPolicy:
+    return ParamPolicy(optimizer="lion" if parameter.ndim == 1 else "muon")
+
+
+@pytest.mark.parametrize("policy", [None, by_shape, lambda name, parameter: by_shape(name, parameter)])
+def test_a_copied_optimizer_still_knows_its_policy(policy: Any) -> None:
+    optimizer = build("Muon", model(), orig_param_policy=policy)
+    embedding = ("embed.weight", nn.Parameter(full((8, 4), 0)))
+    expected = [["adamw"], ["adamw"]] if policy is None else [["muon"], ["lion"]]
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        got = []
+        for pair in (embedding, ("x.bias", nn.Parameter(full((8,), 1)))):
+            count = len(again.param_groups)
+            try:
+                again.add_param_group({"params": [pair]})
+            except ValueError as error:  # a lambda cannot be pickled
+                assert "could not be pickled" in str(error) and policy not in (None, by_shape)
+                continue
+            got.append([group["rule"] for group in again.param_groups[count:]])
+        assert got == expected or (not got and policy not in (None, by_shape))
+
+
 def test_hooks_fire() -> None:
     module, seen = model(), []
     optimizer = build("AdamW", module)
@@ -305,9 +382,10 @@ def test_grad_scaler_skips_a_step_with_an_inf(name: str) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert_same(before, weights(module))
-    optimizer.zero_grad()
-    scaler.scale(loss_of(module)).backward()
-    scaler.step(optimizer)
+    for _ in range(2):  # SOAP moves nothing in its first step
+        optimizer.zero_grad()
+        scaler.scale(loss_of(module)).backward()
+        scaler.step(optimizer)
     assert not torch.equal(before[0], weights(module)[0])
 
 
@@ -334,6 +412,46 @@ def scaled_steps(layout: str, infinite_rank: int) -> list[Any]:
 def test_an_inf_on_one_rank_skips_the_step_on_all(layout: str) -> None:
     for moved, scale in cluster.run(2, scaled_steps, layout, 1):
         assert moved == [[False, False], [True, True]] and scale == 4.0
+
+
+def copied_and_reloaded(name: str) -> list[list[bool]]:
+    mesh, shapes = cluster.mesh((2,)), [(8, 8), (24, 24), (20, 16), (4, 6, 5)]
+
+    def go(optimizer: Any, params: Any, seed: int, spoil: bool = False) -> None:
+        for i, (param, shape) in enumerate(zip(params, shapes, strict=True)):
+            grad = full(shape, seed + i)
+            grad[-1, 0] = float("nan") if spoil else 0.0
+            param.grad = shard(grad, "shard0", mesh)
+        optimizer.step()
+
+    params = [nn.Parameter(shard(full(shape, i), "shard0", mesh)) for i, shape in enumerate(shapes)]
+    pairs = [(f"{i}.weight", p) for i, p in enumerate(params)]
+    # Owners chosen in two goes are not those chosen in one.
+    optimizer = getattr(ragged_optim, name)(pairs[:1])
+    optimizer.add_param_group({"params": pairs[1:]})
+    go(optimizer, params, 10)
+    copied_params, copied = copy.deepcopy((params, optimizer))
+    go(copied, copied_params, 20)
+    go(optimizer, params, 20)
+    after = [digest(p) for p in params]
+    found = [[digest(p) == kept for p, kept in zip(copied_params, after, strict=True)]]
+    if name == "NorMuon":
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group["skip_nonfinite"] = True
+        optimizer.load_state_dict(saved)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            go(optimizer, params, 30, spoil=True)
+        found.append([digest(p) == kept for p, kept in zip(params, after, strict=True)])
+    return found
+
+
+@pytest.mark.parametrize("name", ["NorMuon", "SOAP"])
+def test_a_copied_or_reloaded_optimizer_goes_on_alike_on_all_ranks(name: str) -> None:
+    """Owners are chosen anew for none, and what is to be skipped is agreed where a state dict has asked for it."""
+    for found in cluster.run(2, copied_and_reloaded, name):
+        assert all(map(all, found))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -379,6 +497,66 @@ def test_frozen_parameters_have_no_state_until_they_get_a_gradient() -> None:
     module[0].weight.requires_grad_(True)
     step(optimizer, module)
     assert len(optimizer.state) == 3
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SOAP", "AdamW8bit"])
+def test_a_state_dict_loads_into_a_model_that_has_been_frozen_since(name: str) -> None:
+    first, second = model(), model()
+    saved = build(name, first)
+    step(saved, first)
+    for param in (second[0].weight, second[0].bias):
+        param.requires_grad_(False)
+    optimizer = build(name, second)
+    second.load_state_dict(first.state_dict())
+    optimizer.load_state_dict(saved.state_dict())
+    for param in (second[0].weight, second[0].bias):
+        param.requires_grad_(True)
+    step(saved, first, 1)
+    step(optimizer, second, 1)
+    assert_same(weights(first), weights(second))
+
+
+def test_amsgrad_comes_with_a_state_dict_as_in_torch() -> None:
+    first, second = model(), model()
+    theirs = torch.optim.AdamW(first.parameters(), amsgrad=True)
+    step(theirs, first)
+    second.load_state_dict(first.state_dict())
+    ours = build("AdamW", second)
+    ours.load_state_dict(theirs.state_dict())
+    step(theirs, first, 1)
+    step(ours, second, 1)
+    for a, b in zip(weights(first), weights(second), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_loading_leaves_how_a_weight_is_cut_into_matrices() -> None:
+    fused, whole = (nn.Parameter(full((8, 4), 0)) for _ in range(2))
+    saved = ragged_optim.Muon([("w", whole)], lr=0.5).state_dict()
+    optimizer = ragged_optim.Muon([("w", fused)], split_sizes=(4, 4), min_8bit_size=8)
+    optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["split_sizes"], group["min_8bit_size"]) == (0.5, (4, 4), 8)
+
+
+class Started(ragged_optim.ElementwiseRule):
+    name = "started"
+    defaults: ClassVar[dict[str, Any]] = {"lr": 1.0}
+
+    def init(self, shape: tuple[int, ...], group: Any) -> dict[str, StateSpec]:
+        return {"scale": StateSpec(shape, fill=2.0), "salt": StateSpec((), torch.int64, home="everywhere", fill="salt")}
+
+    def update(self, param: Any, grad: Any, state: Any, group: Any) -> None:
+        param.sub_(state["scale"].mul_(0.5))
+
+
+def test_what_a_state_dict_has_no_state_for_starts_as_its_rule_says() -> None:
+    param = nn.Parameter(full((3,), 0))
+    optimizer = ragged_optim.RaggedOptimizer([("w", param)], Started)
+    fresh = {key: value.clone() for key, value in optimizer.state[param].items()}
+    param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert all(torch.equal(optimizer.state[param][key], value) for key, value in fresh.items())
 
 
 def test_constructors_name_every_hyperparameter() -> None:

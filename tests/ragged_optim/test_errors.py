@@ -38,6 +38,26 @@ def parameter(*shape: int) -> nn.Parameter:
             "does not support differentiable",
         ),
         (lambda: ragged_optim.AdamW([parameter(2)], foreach=True), ValueError, "does not support foreach"),
+        (lambda: ragged_optim.SGD([parameter(2)], fused=True), ValueError, "fused; leave it out .it chooses its own"),
+        (lambda: ragged_optim.AdamW([parameter(2)], lr=None), ValueError, "lr must be a number, got None"),
+        (lambda: ragged_optim.AdamW([parameter(2)], lr="0.1"), ValueError, "lr must be a number, got '0.1'"),
+        (lambda: ragged_optim.AdamW([parameter(2)], betas=0.9), ValueError, "betas must be two numbers"),
+        (lambda: ragged_optim.AdamW8bit([parameter(2)], tile=32), ValueError, "tile must be two positive integers"),
+        (lambda: ragged_optim.Muon([parameter(2, 2)], tile=(0, 3)), ValueError, "tile must be two positive integers"),
+        (lambda: ragged_optim.Lion([parameter(2)], min_8bit_size=-1), ValueError, "min_8bit_size must be at least 0"),
+        (lambda: ragged_optim.AdamW8bit([parameter(2)], seed=None), ValueError, "seed must be an integer, got None"),
+        (lambda: ragged_optim.Muon([parameter(8, 2)], split_sizes=8), ValueError, "split_sizes must be positive int"),
+        (lambda: ragged_optim.SOAP([parameter(8, 2)], split_sizes=(4.0, 4.0)), ValueError, "split_sizes must be posi"),
+        (lambda: ragged_optim.Muon([parameter(2, 2)], adamw_lr=-1.0), ValueError, "adamw: lr must be at least 0"),
+        (lambda: policies.by_name({"a": "muon"}), TypeError, "'a' must go to a ParamPolicy"),
+        (lambda: ragged_optim.explain(nn.Linear(2, 2)), TypeError, "takes an optimizer .*named_parameters"),
+        (lambda: ragged_optim.explain(nn.Linear(2, 2).parameters()), TypeError, "takes an optimizer"),
+        (lambda: RaggedOptimizer([parameter(2)], type("None", (Tiles,), {"name": None})), TypeError, "None needs a"),
+        (
+            lambda: RaggedOptimizer([parameter(2)], type("T", (Tiles,), {"init": lambda *_: {"m": torch.zeros(2)}})),
+            TypeError,
+            r"rule 'tiles': init\(\) returns a dict of StateSpec",
+        ),
         (lambda: ragged_optim.AdamW([parameter(2)], learning_rate=1), TypeError, "learning_rate"),
         (
             lambda: ragged_optim.AdamW([{"params": [parameter(2)], "learning_rate": 1}]),
@@ -79,6 +99,14 @@ def parameter(*shape: int) -> nn.Parameter:
             lambda: ragged_optim.AdamW([parameter(2)], orig_param_policy=policies.muon()),
             ValueError,
             "pass model.named_parameters",
+        ),
+        (
+            lambda: ragged_optim.Muon(
+                [("head.weight", parameter(2, 2)), ("b", parameter(2))],
+                orig_param_policy=policies.by_name({"head.weight": ParamPolicy(optimizer="adamw")}),
+            ),
+            ValueError,
+            r"parameter 'b' .* Your policy leaves it to muon: fall back on policies.muon\(\), as in policies.by_name",
         ),
         (
             lambda: ragged_optim.Muon([("q.weight", parameter(8, 4))], split_sizes=(4, 5)),
@@ -279,3 +307,80 @@ def test_a_rule_of_ones_own_runs_and_is_checked() -> None:
         RaggedOptimizer([parameter(3, 4)], Sign, nesterov=True)
     with pytest.raises(TypeError, match="a rule is a name or a subclass"):
         RaggedOptimizer([parameter(3, 4)], int)  # type: ignore[arg-type]
+
+
+class Rebinding(Sign):
+    """Binds a new tensor to its states where it should write in place."""
+
+    name = "rebinding"
+
+    def init(self, shape: tuple[int, ...], group: Any) -> dict[str, StateSpec]:
+        return {"momentum_buffer": StateSpec(shape), "mean": StateSpec((1,), torch.float32, home="owner")}
+
+    def direction(self, param: Any, grad: Any, state: Any, group: Any) -> Any:
+        state["momentum_buffer"] = state["momentum_buffer"].lerp(grad, 1 - group["momentum"])
+        return state["momentum_buffer"].clone()
+
+    def update(self, matrix: Any, state: Any, group: Any) -> Any:
+        state["mean"] = matrix.mean().reshape(1)
+        return matrix.sign()
+
+
+class ByBlocks(Tiles):
+    name = "by_blocks"
+
+    def init(self, shape: tuple[int, ...], group: Any) -> dict[str, StateSpec]:
+        return {"m": StateSpec(shape, torch.float32, tile=(32, 32)), "plain": StateSpec(shape)}
+
+    def update(self, param: Any, grad: Any, state: Any, group: Any, extent: Any) -> None:
+        state["m"] = state["m"].lerp(grad, 0.5)
+        state["plain"] = state["plain"].lerp(grad, 0.5)
+        param.sub_(state["m"])
+
+
+def test_states_that_a_rule_binds_anew_are_kept_and_may_lie_in_tiles() -> None:
+    grad = full((64, 32), 1)
+    for rule in (Rebinding, ByBlocks):
+        param = nn.Parameter(full((64, 32), 0))
+        optimizer = RaggedOptimizer([param], rule)
+        tensors = dict(optimizer.state[param])
+        param.grad = grad
+        optimizer.step()
+        state = optimizer.state[param]
+        assert all(state[key] is tensor for key, tensor in tensors.items())
+        key = "momentum_buffer" if rule is Rebinding else "plain"
+        torch.testing.assert_close(state[key], 0.5 * grad)
+        if rule is Rebinding:
+            torch.testing.assert_close(state["mean"], (0.5 * grad).mean().reshape(1))
+        else:
+            torch.testing.assert_close(param.detach(), full((64, 32), 0) - 0.5 * grad)
+            assert state["m.codes"].dtype == torch.uint8 and bool(state["m.codes"].any())
+
+
+@pytest.mark.parametrize(
+    ("method", "returns", "message"),
+    [
+        ("update", lambda matrix: None, r"update\(\) returns a tensor of shape \(3, 4\) here, not None"),
+        ("update", lambda matrix: matrix[:1], r"not a tensor of shape \(1, 4\)"),
+        ("direction", lambda param: None, r"rule 'wrong': direction\(\) returns a tensor of shape"),
+    ],
+)
+def test_what_a_matrix_rule_must_return_is_said(method: str, returns: Any, message: str) -> None:
+    changed = {"name": "wrong", method: lambda self, first, *rest: returns(first)}
+    optimizer = RaggedOptimizer([parameter(3, 4)], type("Wrong", (Sign,), changed))
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = full((3, 4), 1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+def test_states_that_init_does_not_name_are_refused() -> None:
+    def direction(self: Any, param: Any, grad: Any, state: Any, group: Any) -> Any:
+        state["count"] = torch.ones(())
+        return grad
+
+    optimizer = RaggedOptimizer([parameter(3, 4)], type("Making", (Sign,), {"name": "making", "direction": direction}))
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = full((3, 4), 1)
+    with pytest.raises(ValueError, match="rule 'making' has made or removed states; its init"):
+        optimizer.step()

@@ -89,6 +89,14 @@ def test_hybrid_sharding_ends_alike(name: str) -> None:
                 assert got == expected, (mesh_shape, layout)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SOAP"])
+def test_parameters_of_every_layout_mixed_in_one_optimizer_end_alike(name: str) -> None:
+    shapes = [(17, 31), (8, 6), (3, 5, 4), (12, 12), (29, 4), (6, 20), (9, 14)]
+    expected = run(name, shapes)
+    for got in cluster.run(3, run, name, shapes, "mixed"):
+        assert got == expected
+
+
 def test_shards_of_columns_end_alike() -> None:
     shapes = [(17, 31), (3, 5), (29, 4)]
     expected = run("Muon", shapes)

@@ -113,7 +113,6 @@ def soap_reference(weight: Tensor, grads: list[Tensor], frequency: int) -> Tenso
     first = grads[0].double()
     left, right = (1 - beta) * first @ first.T, (1 - beta) * first.T @ first
     q_left, q_right = torch.linalg.eigh(left)[1].flip(1), torch.linalg.eigh(right)[1].flip(1)
-    p = p * (1 - lr * decay)
     for step, grad in enumerate(grads[1:], 1):
         g = grad.double()
         m = beta1 * m + (1 - beta1) * g
@@ -220,10 +219,26 @@ def test_a_failing_decomposition_is_tried_in_fp64_and_then_keeps_the_last_root(m
     assert not torch.equal(kept, optimizer.state[param]["root_L"])
 
 
+def test_soap_says_when_there_is_no_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(matrix: Tensor) -> Any:
+        raise torch.linalg.LinAlgError("no convergence")
+
+    param = nn.Parameter(full((6, 5), 0))
+    optimizer = ragged_optim.SOAP([param], precondition_frequency=1)
+    param.grad = full((6, 5), 1)
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    with pytest.warns(RuntimeWarning, match="soap: no basis of [LR]; the identity is used"):
+        optimizer.step()
+    monkeypatch.setattr(roots, "refresh_basis", lambda m, basis: (basis * float("nan"), torch.arange(len(m))))
+    with pytest.warns(RuntimeWarning, match="soap: no basis of [LR]; the last one stays in use"):
+        optimizer.step()
+    assert torch.equal(optimizer.state[param]["Q_L"], torch.eye(6))
+
+
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
 def test_a_gradient_that_is_not_finite_leaves_its_matrix_and_states_alone(name: str) -> None:
     stack = nn.Parameter(full((2, 6, 5), 0))
-    optimizer = getattr(ragged_optim, name)([("experts.w1", stack)], weight_decay=0.0, precondition_frequency=1)
+    optimizer = getattr(ragged_optim, name)([("experts.w1", stack)], weight_decay=0.1, precondition_frequency=1)
     for step in range(2):
         stack.grad = full((2, 6, 5), 1 + step)
         optimizer.step()

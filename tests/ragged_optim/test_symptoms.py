@@ -194,7 +194,7 @@ SIGNATURES = {
     "AdamW": f"{ADAM} state_dtype orig_param_policy",
     "Adam": f"{ADAM} decoupled_weight_decay state_dtype orig_param_policy",
     "SGD": "params lr momentum dampening weight_decay nesterov maximize foreach differentiable fused orig_param_policy",
-    "Lion": "params lr betas weight_decay weight_decay_mode maximize momentum_8bit tile min_8bit_size "
+    "Lion": "params lr betas weight_decay weight_decay_mode maximize skip_nonfinite momentum_8bit tile min_8bit_size "
     "orig_param_policy",
     "Muon": f"{TORCH_MUON} {MUON}",
     "NorMuon": f"{TORCH_MUON} beta2 {MUON}",
