@@ -158,7 +158,7 @@ class State:
             self.bucket.unshard()
             self.bucket.wait_unshard()
             args, kwargs = self._cast_inputs(args, kwargs)
-            self._recomputing.append(self._watch_inputs((args, kwargs)))
+            self._recomputing.append(self._watch_inputs(_wanting((args, kwargs))))
             return args, kwargs
         schedule = self.lazy_init()
         if schedule.enter_forward(self):
@@ -176,9 +176,13 @@ class State:
         elif not self.bucket.is_unsharded:
             self.bucket.unshard()
             self.bucket.wait_unshard()
-        args, kwargs = self._cast_inputs(args, kwargs)
-        self._open.append(self._watch_inputs((args, kwargs)))
-        return args, kwargs
+        inputs = self._cast_inputs(args, kwargs)
+        tensors = _wanting(inputs)
+        if any(map(self._is_taken, tensors.values())):
+            inputs = self._unshared(inputs, tensors)
+            tensors = _wanting(inputs)
+        self._open.append(self._watch_inputs(tensors))
+        return inputs
 
     @_outside_graphs
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -271,20 +275,35 @@ class State:
                     found[id(state)] = state
         return list(found.values())
 
-    def _watch_inputs(self, inputs: Any) -> tuple[int, dict[int, Node]]:
+    def _is_taken(self, tensor: Tensor) -> bool:
+        """Whether another sharded module has taken this input in this forward."""
+        hooks = tensor._backward_hooks
+        if not hooks or tensor.layout is not torch.strided:
+            return False
+        return any(type(hook) is _Left and hook.state is not self for hook in hooks.values())
+
+    def _unshared(self, inputs: tuple[Any, Any], tensors: dict[int, Tensor]) -> tuple[Any, Any]:
+        """Inputs that other sharded modules have taken too (an encoder's output in every layer of a decoder, skips of a
+        U-Net) become aliases. Their gradient is there when backward has left this module, that of the tensor itself
+        only when it has left all of them, and until then each would keep its parameters and gradients whole.
+        """
+        aliases = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if self._is_taken(tensor)}
+        unshared: tuple[Any, Any] = _map_tensors(lambda tensor: aliases.get(id(tensor), tensor), inputs)
+        return unshared
+
+    def _watch_inputs(self, tensors: dict[int, Tensor]) -> tuple[int, dict[int, Node]]:
         """A number for this call, and the nodes that bring its inputs' gradients, hooked to tell when backward has
         left.
         """
         call, nodes = next(_calls), {}
-        if torch.is_grad_enabled():
-            for tensor in {id(t): t for t in _differentiable(inputs)}.values():
-                nodes[id(tensor)] = get_gradient_edge(tensor).node
-                # Knows the call by its number: a hook that held its own node would never be freed.
-                hook = functools.partial(self._left, call)
-                if tensor.is_leaf:
-                    self._leaf_hooks.setdefault(call, []).append(tensor.register_hook(hook))
-                else:
-                    _hook_first(tensor, hook)
+        for key, tensor in tensors.items():
+            nodes[key] = get_gradient_edge(tensor).node
+            # Knows the call by its number: a hook that held its own node would never be freed.
+            hook = _Left(self, call)
+            if tensor.is_leaf:
+                self._leaf_hooks.setdefault(call, []).append(tensor.register_hook(hook))
+            else:
+                _hook_first(tensor, hook)
         return call, nodes
 
     def _unhook_leaves(self) -> None:
@@ -318,7 +337,7 @@ class State:
         assert self.schedule is not None
         self.schedule.after_backward(self.bucket)
 
-    def _left(self, call: int, _: Tensor) -> None:
+    def _left(self, call: int) -> None:
         awaited = self.bucket.awaited_inputs
         if call not in awaited:
             return
@@ -337,6 +356,18 @@ class State:
 
     def _cast_output(self, output: Any) -> Any:
         return _cast(output, self.mp_policy.output_dtype)
+
+
+class _Left:
+    """The hook of a call of ``state``'s module on one of its inputs."""
+
+    __slots__ = ("call", "state")
+
+    def __init__(self, state: State, call: int) -> None:
+        self.state, self.call = state, call
+
+    def __call__(self, _: Tensor) -> None:
+        self.state._left(self.call)
 
 
 def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -398,6 +429,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from _tensors(getattr(leaf, field.name, None))
+
+
+def _wanting(inputs: Any) -> dict[int, Tensor]:
+    """The inputs that want a gradient, each once, by ``id``."""
+    return {id(tensor): tensor for tensor in _differentiable(inputs)} if torch.is_grad_enabled() else {}
 
 
 def _differentiable(tree: Any) -> Iterator[Tensor]:
