@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,6 +49,17 @@ class _Forward:
     witnesses: Witnesses = field(default_factory=Witnesses)
 
 
+def _to_be_differentiated() -> bool:
+    """Within a backward: whether another may go through what it does (``create_graph=True``), and then needs weights
+    before it meets any module's output.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    # torch.func.grad always makes a graph; only another one around it can use it.
+    transforms = torch._C._functorch.get_interpreter_stack()
+    return transforms is None or [one.key() for one in transforms].count(TransformType.Grad) > 1
+
+
 class Schedule:
     def __init__(self, device: torch.device, shared: Schedule | None = None) -> None:
         """``shared``: use the memory and the streams of another root, with one reduction in flight between both."""
@@ -65,6 +77,7 @@ class Schedule:
         self.iteration = 0
         self._backward_of = 0
         self._hands_out: bool | None = None
+        self._keeps_unsharded = False
         self._sequence: list[Bucket] = []
         self._last_sequence: list[Bucket] = []
         # Calls of modules that backward has not come to, in the order of their ends; the forwards they belong to.
@@ -170,6 +183,7 @@ class Schedule:
             self._backward_of = max(self._backward_of, iteration)
             return
         self._callback_queued = True
+        self._keeps_unsharded = _to_be_differentiated()
         # Backward begins with the last forward that it covers.
         self._backward_of = iteration
         Variable._execution_engine.queue_callback(self.end_backward)
@@ -268,7 +282,7 @@ class Schedule:
         """
         if not bucket.is_left(self._backward_of):
             return
-        if bucket.reshard_after_backward and not bucket.outlasts_its_gradients:
+        if bucket.reshard_after_backward and not (bucket.outlasts_its_gradients or self._keeps_unsharded):
             bucket.reshard()
         if bucket.owes and bucket.trainable and bucket.requires_gradient_sync:
             if bucket in self._reduce_order:
@@ -304,7 +318,7 @@ class Schedule:
         for bucket in self.buckets:
             if bucket.in_backward:
                 bucket.leave_backward(used.get(bucket))
-            if bucket.reshard_after_backward:
+            if bucket.reshard_after_backward and not self._keeps_unsharded:
                 bucket.reshard()
         # Later forwards may have a backward of their own.
         self._forget([number for number in self._forwards if number <= self._backward_of])

@@ -9,10 +9,10 @@ gradient.
     the same with a transpose of a weight: w.t(), w.mT, w.transpose(-2, -1),
     and with a slice of an expert stack: w[i], w.select(0, i), w.unbind(0), iteration
 
-are caught wherever they are called, by ``__torch_function__`` of the parameter that the module sees. A second use of
-the same weight in one backward (tied weights) makes an ordinary gradient: autograd adds it to the alias out of place,
-and the hook copies the sum. The ordinary path is also taken under torch.compile, autocast, functorch transforms and
-``create_graph=True``.
+are caught wherever Python calls them, by ``__torch_function__`` of the parameter that the module sees (not within
+``F.multi_head_attention_forward``, which is dispatched as a whole). A second use of the same weight in one backward
+(tied weights) makes an ordinary gradient: autograd adds it to the alias out of place, and the hook copies the sum. The
+ordinary path is also taken under torch.compile, autocast, functorch transforms and ``create_graph=True``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GradientPlace", "WeightParameter", "Witnesses", "witnesses_of"]
+__all__ = ["GradientPlace", "WeightParameter", "Witnesses", "will_run", "witnesses_of"]
 
 
 class Witnesses:
@@ -368,8 +368,7 @@ def _through(gradient: Tensor, weight: Tensor, *, transposed: bool = False) -> T
         raise RuntimeError(
             f"backward has come to a weight of shape {tuple(weight.shape)} that is not gathered, because no output of "
             f"its sharded module was met before. Outputs are what forward returns: tensors, also in tuples, lists, "
-            f"dicts, dataclasses and registered pytrees, but not in other objects nor on the module. For second "
-            f"derivatives keep the parameters: set_reshard_after_backward(False)"
+            f"dicts, dataclasses and registered pytrees, but not in other objects nor on the module"
         ) from error
 
 

@@ -17,7 +17,7 @@ import fsdp
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
 from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
-from tests.fsdp.reference import average_gradients, differences, shard_children, train, twins
+from tests.fsdp.reference import average_gradients, differences, shard_children, step, train, twins
 
 
 def check(world_size: int, function: Callable[..., list[str]], *args: Any, **kwargs: Any) -> None:
@@ -224,27 +224,29 @@ def test_autocast() -> None:
     check(2, autocast)
 
 
-def double_backward() -> list[str]:
+def double_backward(reshard_after_forward: bool | None) -> list[str]:
     """A gradient penalty: create_graph=True, then a backward through the gradient, which needs the weights before any
-    module's output is reached: they have to be kept between the two.
+    module's output is reached: they are kept between the two.
     """
 
     def loss_of(model: nn.Module, number: int) -> Tensor:
         x = data(number).requires_grad_()
         out = model(x)
-        sharded = isinstance(model, fsdp.FSDPModule)
-        if sharded:
-            model.set_reshard_after_backward(False)
         (slope,) = torch.autograd.grad(out.square().mean(), x, create_graph=True)
-        if sharded:
-            model.set_reshard_after_backward(True)
         return out.square().mean() + slope.square().sum()
 
-    return train(Stack, loss_of, partial(shard_children, reshard_after_forward=False), tolerance=1e-6)
+    shard = partial(shard_children, reshard_after_forward=reshard_after_forward)
+    sharded, plain = twins(Stack, shard)
+    found = train(Stack, loss_of, shard, tolerance=1e-6)
+    for number in range(2):
+        found += step(sharded, plain, lambda m, n=number: loss_of(m, n), tolerance=1e-6)
+        found += [f"{n} stays gathered" for n, p in sharded.named_parameters() if not isinstance(p, DTensor)]
+    return found
 
 
-def test_gradient_penalty() -> None:
-    check(2, double_backward)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_gradient_penalty(reshard_after_forward: bool | None) -> None:
+    check(2, double_backward, reshard_after_forward)
 
 
 def anomaly() -> list[str]:
