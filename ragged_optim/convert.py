@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_optim import quantize as q
 from ragged_optim.layout import Extent
+from ragged_optim.rule import MatrixRule
 
 if TYPE_CHECKING:
     from ragged_optim.optimizer import RaggedOptimizer
@@ -42,6 +43,11 @@ def from_torch(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dic
 
     def translate(group: Mapping[str, Any], states: States, param: Tensor) -> States:
         if group["rule"] in EIGHT_BIT and "exp_avg" in states:
+            if "max_exp_avg_sq" in states:
+                raise ValueError(
+                    f"the state dict is of Adam with amsgrad, which {group['rule']} has not; take 'max_exp_avg_sq' out "
+                    "of its states to go on without"
+                )
             return _adam_states(group, optimizer, param, states["step"], [states["exp_avg"], states["exp_avg_sq"]])
         return dict(states)
 
@@ -59,7 +65,13 @@ def from_dion(state_dict: Mapping[str, Any], optimizer: RaggedOptimizer) -> dict
         if group["rule"] in ("muon", "normuon"):
             found = {"momentum_buffer": states["momentum"] * (1 - float(group["momentum"]))}
             if group["rule"] == "normuon" and "variance_neuron" in states:
-                found["second_momentum_buffer"] = states["variance_neuron"]
+                matrices = cast(MatrixRule, optimizer.rule_of(group)).matrices(tuple(param.shape), group)
+                slices = 1 + max((matrix.slice for matrix in matrices), default=0)
+                stack = _whole(states["variance_neuron"]).reshape(slices, -1, 1)
+                for index, matrix in enumerate(matrices):
+                    suffix = "" if len(matrices) == 1 else f".{index}"
+                    rows = stack[matrix.slice, matrix.row : matrix.row + matrix.rows]
+                    found[f"second_momentum_buffer{suffix}"] = rows
             return found
         if group["rule"] in ("adam", "adamw", *EIGHT_BIT):
             step = states.get("step", states.get("t", 0))
@@ -137,6 +149,19 @@ def to_bitsandbytes(optimizer: RaggedOptimizer, target: torch.optim.Optimizer) -
     return {"state": made, "param_groups": saved["param_groups"]}
 
 
+def _in_tiles(optimizer: RaggedOptimizer, group: Mapping[str, Any], states: States, param: Tensor) -> States:
+    """``states``, those rounded that ``optimizer`` keeps in 8 bits for a rule that sees fp32."""
+    shape, found = tuple(param.shape), dict(states)
+    for key, spec in optimizer.rule_of(group).init(shape, group).items():
+        if spec.tile is not None and key in found:
+            value, tiles = _whole(found.pop(key)).float(), q.tiling(shape, *spec.tile)
+            codes = torch.zeros(shape, dtype=torch.uint8, device=value.device)
+            scales = torch.zeros(tiles.scales, device=value.device)
+            q.encode_tiles(value, codes, scales, tiles, Extent(shape, 0, math.prod(shape)))
+            found |= {f"{key}.codes": codes, f"{key}.scales": scales}
+    return found
+
+
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -202,7 +227,6 @@ def _merge(
     translate: Callable[[Mapping[str, Any], States, Tensor], States],
 ) -> dict[str, Any]:
     """Our own state dict with the states that ``state_dict`` has, translated."""
-    own = optimizer.state_dict()
     theirs: list[tuple[str | None, Any]] = []
     for group in state_dict["param_groups"]:
         names = group.get("param_names") or [None] * len(group["params"])
@@ -224,13 +248,16 @@ def _merge(
                 "with named parameters"
             )
         pairs = list(zip(range(len(entries)), (key for _, key in theirs), strict=True))
+    frozen = [entries[position][1:] for position, key in pairs if state_dict["state"].get(key)]
+    optimizer._complete_states({param: group for param, group in frozen if param not in optimizer.state})
+    own = optimizer.state_dict()
     for position, key in pairs:
         name, param, group = entries[position]
         states = state_dict["state"].get(key, {})
         if not states:
             continue
         try:
-            own["state"][position] = translate(group, states, param)
+            own["state"][position] = _in_tiles(optimizer, group, translate(group, states, param), param)
         except KeyError as error:
             raise ValueError(
                 f"the state of parameter {name!r} has no {error}; it has {', '.join(map(str, states))}: it is of "

@@ -47,13 +47,19 @@ __all__ = [
 _TABLES = re.compile(
     r"""^(
       .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.*
-    | .*_embed | tokens? | positions? | .*vocab.* | wte | wpe | shared | relative_attention_bias | rel_pos.* |
-    pos_emb.* | position.* | .*_token | lm_head | head | heads | output | embed_out | unembed | output_projection |
-    classifier | scores? | qa_outputs | vocab_projector | predictions | cls | router | routers | switch |
-    A_log | dt_bias | D
+    | .*_embed | tokens? | positions? | (?!vocab_transform$).*vocab.* | wte | wpe | shared | relative_attention_bias |
+    rel_pos.* | pos_emb.* | position.* | .*_token | .*lm_head | head | heads | output | embed_out | unembed |
+    output_projection | classifier | scores? | qa_outputs | predictions | cls | seq_relationship |
+    router | routers | switch | A_log | dt_bias | D
     )$""",
     re.VERBOSE,
 )
+# Parts of a router or head whose own name says nothing: `router.layer`, `classifier.out_proj`, `classifier.1`.
+_HEADS = re.compile(r"^(routers?|classifier|\w*_head)\.(layer|out_proj|\d+)$")
+# `output` and `proj_out` are heads at the top of a model; within a layer they are its last projection.
+_LAST = re.compile(r"^((.*\.)?(\w*att\w*|ffn|mlp|feed_forward)\.output|.+\.proj_out)$")
+# What fully_shard calls the weights of a module that it wraps alone, or in a list of modules.
+_NAMELESS = re.compile(r"^(\d+\.)?weight$")
 # A router of experts, or the gate of a gated MLP: by its shape. A router has a row per expert, many times fewer than
 # columns (GPT-OSS 128 x 2880, Qwen3-Next 512 x 2048); a gate has one per hidden unit of the MLP.
 _GATES = frozenset({"gate", "wg", "gating"})
@@ -69,13 +75,17 @@ _ONE_EXPERT = re.compile(r"(^|[._])experts?[._]\d+([._]|$)")
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter is a linear map between hidden states, alone, fused or stacked.
 
-    No: vectors, embeddings, heads, norms, routers, and convolutions that look at one channel (depthwise).
+    No: vectors, embeddings, heads, norms, routers, and convolutions that look at one channel (depthwise) or at three
+    (the first layer of a vision model).
     """
     if len(shape) < 2 or 0 in shape:
         return False
     *path, last = name.split(".")
     leaf = path[-1] if last == "weight" and path else last
-    if last.endswith("bias") or _NORM.search(leaf) or _TABLES.match(leaf) or _PATCHES.search(name):
+    if last.endswith("bias") or _NORM.search(leaf) or _PATCHES.search(name):
+        return False
+    module = ".".join(path)
+    if _HEADS.match(".".join(path[-2:])) or module == "proj_out" or (_TABLES.match(leaf) and not _LAST.match(module)):
         return False
     if leaf in _GATES and 2 * shape[0] <= shape[-1] and not _ONE_EXPERT.search(name):
         return False
@@ -83,7 +93,8 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     if leaf == "decoder" and len(path) > 1 and _TABLES.match(path[-2]):
         return False
     if _is_convolution(name, shape):
-        return shape[1] > 1
+        # One channel: depthwise, or of grey pixels or sound; three: of colours.
+        return shape[1] not in (1, 3)
     return min(shape[-2:]) > 1
 
 
@@ -113,7 +124,13 @@ class HiddenMatrices:
             return ParamPolicy(optimizer=self.rest, block=self.rest_block and _fitting(self.rest_block, shape))
         if _is_convolution(name, shape):
             return ParamPolicy(optimizer=self.rule, block=self.block, flatten=True)
-        return ParamPolicy(optimizer=self.rule, block=self.expert_block if len(shape) > 2 else self.block)
+        block = self.expert_block if len(shape) > 2 else self.block
+        if _NAMELESS.match(name):
+            # It may be the embedding or the head: their tiles too, and never the whole of one that is wrapped alone.
+            if name == "weight" and block is not None and block.kind == "whole":
+                block = None
+            block = block or (self.rest_block and _fitting(self.rest_block, shape))
+        return ParamPolicy(optimizer=self.rule, block=block)
 
 
 def _fitting(block: Block, shape: tuple[int, ...]) -> Block:

@@ -102,7 +102,10 @@ class Rule(ABC):
 
     @abstractmethod
     def init(self, shape: tuple[int, ...], group: Group) -> dict[str, StateSpec]:
-        """The states of a parameter of global ``shape``. A function of these two alone, never of a local size."""
+        """The states of a parameter of global ``shape``. A function of these two alone, never of a local size.
+
+        A ``MatrixRule`` is asked for its states at the owner with the (rows, columns) of each matrix.
+        """
 
     def lacks(self, state: Mapping[str, Tensor], group: Group) -> bool:
         """Whether ``state`` has become incomplete as a hyperparameter was changed; what is missing is then made."""
@@ -135,7 +138,9 @@ class BlockwiseRule(Rule):
 
     @abstractmethod
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
-        """Update the flat ``param`` (the elements ``extent`` of the flattened global tensor) and ``state`` in place."""
+        """Update ``param`` (in its local shape: the elements ``extent`` of the flattened global tensor) and ``state`` in
+        place.
+        """
 
 
 class MatrixRule(Rule):

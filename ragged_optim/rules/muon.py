@@ -12,6 +12,9 @@ NorMuon (arXiv 2510.05491) goes on from O at the owner:
     v = beta2 v + (1 - beta2) mean of the squares of each row of O
     O = |O| normalised(O / (sqrt(v) + 1e-8))
 
+so it keeps the size of O, as microsoft/dion's does, where the paper's own step has an RMS of 0.2 lr: that is what
+``adjust_lr_fn="match_rms_adamw"`` is for.
+
 Only the direction u and the update O travel, in ``ns_dtype``, in which the iteration would round them anyway, or in
 ``wire_dtype``.
 """

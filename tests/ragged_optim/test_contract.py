@@ -386,6 +386,7 @@ def test_grad_scaler_skips_a_step_with_an_inf(name: str) -> None:
         optimizer.zero_grad()
         scaler.scale(loss_of(module)).backward()
         scaler.step(optimizer)
+        scaler.update()
     assert not torch.equal(before[0], weights(module)[0])
 
 

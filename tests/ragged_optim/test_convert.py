@@ -100,6 +100,56 @@ def test_dions_adamw_continues_in_8_bits() -> None:
         torch.testing.assert_close(found, value, rtol=1 / 16, atol=1e-3 if signed else 1e-7)
 
 
+@pytest.mark.parametrize("name", ["Muon", "NorMuon", "Lion"])
+def test_a_momentum_that_is_kept_in_8_bits_is_rounded(name: str) -> None:
+    for shape in ((64, 48), (2, 32, 40)):
+        param, value = nn.Parameter(full(shape, 0)), full(shape, 1)
+        optimizer = getattr(ragged_optim, name)([("w", param)], momentum_8bit=True, min_8bit_size=0)
+        param.requires_grad_(False)  # has no state yet where it was frozen when the optimizer was built
+        again = getattr(ragged_optim, name)([("w", param)], momentum_8bit=True, min_8bit_size=0)
+        key = "exp_avg" if name == "Lion" else "momentum_buffer"
+        scale = 1.0 if name == "Lion" else 1 - 0.95
+        saved: dict[str, Any] = {"state": {0: {"momentum": value}}, "param_groups": [{"params": [0]}]}
+        if name == "NorMuon":
+            saved["state"][0]["variance_neuron"] = full((*shape[:-1], 1), 2)
+        for each in (optimizer, again):
+            each.load_state_dict(convert.from_dion(saved, each))
+            state, tiles = each.state[param], q.tiling(shape, 32, 32)
+            codes = state[f"{key}.codes"], state[f"{key}.scales"]
+            found = q.decode_tiles(*codes, tiles, Extent(shape, 0, value.numel()))
+            torch.testing.assert_close(found, scale * value, rtol=1 / 16, atol=1e-3 * scale)
+        if name == "Muon":
+            torchs = {**saved, "state": {0: {"momentum_buffer": value}}}
+            again.load_state_dict(convert.from_torch(torchs, again))
+            found = q.decode_tiles(*codes, tiles, Extent(shape, 0, value.numel()))
+            torch.testing.assert_close(found, value, rtol=1 / 16, atol=1e-3)
+
+
+def test_dions_normuon_goes_on_in_stacks_and_split_weights() -> None:
+    stack, fused = nn.Parameter(full((2, 8, 5), 0)), nn.Parameter(full((12, 5), 1))
+    rows = full((2, 8, 1), 2), full((12, 1), 3)
+    for param, variance, options, expected in (
+        (stack, rows[0], {}, list(rows[0])),
+        (fused, rows[1], {"split_sizes": (4, 8)}, list(rows[1].split([4, 8]))),
+    ):
+        optimizer = ragged_optim.NorMuon([("w", param)], **options)
+        state = {"momentum": full(param.shape, 4), "variance_neuron": variance}
+        saved = {"state": {0: state}, "param_groups": [{"params": [0]}]}
+        optimizer.load_state_dict(convert.from_dion(saved, optimizer))
+        for index, value in enumerate(expected):
+            assert torch.equal(optimizer.state[param][f"second_momentum_buffer.{index}"], value)
+
+
+def test_amsgrad_is_not_dropped_on_the_way_into_8_bits() -> None:
+    param = nn.Parameter(full((64, 64), 0))
+    other = torch.optim.AdamW([param], amsgrad=True)
+    param.grad = full((64, 64), 1)
+    other.step()
+    optimizer = ragged_optim.AdamW8bit([param])
+    with pytest.raises(ValueError, match="Adam with amsgrad, which adamw8bit has not; take 'max_exp_avg_sq' out"):
+        convert.from_torch(other.state_dict(), optimizer)
+
+
 @pytest.mark.parametrize("ours", ["AdamW", "AdamW8bit"])
 def test_bitsandbytes_states_continue(ours: str) -> None:
     bnb = pytest.importorskip("bitsandbytes")

@@ -75,6 +75,27 @@ def test_equals_a_float64_reference(shape: tuple[int, int], dtype: torch.dtype, 
     torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].double(), buf, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_normuon_equals_its_formula_in_float64(shape: tuple[int, int]) -> None:
+    lr, mu, beta2, decay = 0.02, 0.9, 0.8, 0.1
+    param = nn.Parameter(full(shape, 5))
+    options = {"lr": lr, "momentum": mu, "beta2": beta2, "weight_decay": decay, "ns_dtype": torch.float32}
+    optimizer = ragged_optim.NorMuon([param], **options)
+    p, buf, v = param.detach().double(), torch.zeros(shape).double(), torch.zeros(shape[0]).double()
+    for step in range(4):
+        g = full(shape, 100 * step).double()
+        buf = mu * buf + (1 - mu) * g
+        o = ns.newton_schulz((1 - mu) * g + mu * buf)
+        v = beta2 * v + (1 - beta2) * (o * o).sum(1) / shape[1]
+        by_row = o / v[:, None].sqrt()
+        o = by_row * (torch.linalg.norm(o) / torch.linalg.norm(by_row))
+        p = p * (1 - lr * decay) - lr * math.sqrt(max(1, shape[0] / shape[1])) * o
+    train([param], optimizer)
+    torch.testing.assert_close(param.double(), p, rtol=1e-5, atol=1e-5)
+    found = optimizer.state[param]["second_momentum_buffer"].double()
+    torch.testing.assert_close(found.flatten(), v, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["keller", "quintic", "polar_express", "deepseek"])
 def test_the_applied_update_is_orthogonal_within_the_stated_bound(name: str) -> None:
     param = nn.Parameter(torch.zeros(24, 40))

@@ -114,11 +114,46 @@ def test_models_of_transformers(name: str) -> None:
         ("0.weight", (8, 8), True),
         ("proj.weight", (8, 1), False),
         ("lm_head.decoder.weight", (64, 8), False),
+        ("model.layers.0.mlp.router.layer.weight", (4, 32), False),  # JetMoe, DBRX
+        ("transformer.blocks.0.ffn.router.layer.weight", (4, 32), False),
+        ("classifier.dense.weight", (32, 32), True),  # Roberta, Bart
+        ("classifier.out_proj.weight", (2, 32), False),
+        ("classification_head.out_proj.weight", (3, 32), False),
+        ("self_attn.out_proj.weight", (32, 32), True),
+        ("classifier.1.weight", (2, 16), False),  # ResNet
+        ("cls.seq_relationship.weight", (2, 32), False),
+        ("generator_lm_head.weight", (64, 16), False),
+        ("proj_out.weight", (64, 32), False),  # Whisper, untied
+        ("transformer_blocks.0.proj_out.weight", (32, 32), True),
+        ("resnet.embedder.embedder.convolution.weight", (8, 3, 7, 7), False),
+        ("efficientnet.embeddings.convolution.weight", (64, 3, 3, 3), False),
+        ("conv1.weight", (64, 3, 7, 7), False),
+        ("features.0.weight", (64, 3, 11, 11), False),
+        ("features.3.weight", (192, 64, 5, 5), True),
+        ("rwkv.blocks.0.attention.output.weight", (32, 32), True),
+        ("blocks.0.att.output.weight", (32, 32), True),
+        ("vocab_transform.weight", (32, 32), True),  # DistilBert
+        ("vocab_projector.weight", (64, 32), False),
         ("empty.weight", (0, 8), False),
     ],
 )
 def test_names_and_shapes(name: str, shape: tuple[int, ...], hidden: bool) -> None:
     assert policies.is_hidden_matrix(name, shape) is hidden
+
+
+def test_weights_that_fully_shard_sees_without_a_name_ask_for_what_an_embedding_would_need() -> None:
+    """fully_shard(model.tok_embeddings) passes "weight", fully_shard([norm, output]) "1.weight"."""
+    tiles, whole = policies.muon_adamw8bit(), policies.muon(block=Block.whole())
+    weight = torch.empty(200, 40)
+    for name, of_tiles, of_whole in (
+        ("weight", Block.rows(32), None),
+        ("1.weight", Block.rows(32), Block.whole()),
+        ("layers.0.w1.weight", None, Block.whole()),
+        ("output.weight", Block.rows(32), None),
+    ):
+        one, two = tiles(name, weight), whole(name, weight)
+        assert one is not None and two is not None
+        assert (one.block, two.block) == (of_tiles, of_whole), name
 
 
 def test_convolutions_are_flattened_and_stacks_are_not() -> None:
