@@ -46,7 +46,7 @@ test-versions: $(OTHER)/.installed
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]' \
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]' \
 	  || { echo "skipped: torch $(TORCH) cannot be installed here"; exit 1; }
 	@touch $@
 
@@ -63,10 +63,10 @@ lint: $(VENV)/.installed-dev
 setup: $(VENV)/.installed-dev
 
 # .installed-train, .installed-dev: written when the packages of that extra are in the environment. An environment that is
-# already there is added to, never rebuilt. Most files of torch and transformers are never imported, so none is compiled
-# ahead (two of three minutes).
+# already there is added to, never rebuilt. pip would compile one file after the other, and all models of transformers.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	-$(BIN)/python -m compileall -q -j 0 -x 'transformers/models|/tests?/' $(VENV)/lib
 	@touch $@
 
 $(BIN)/python:
