@@ -66,7 +66,7 @@ setup: $(VENV)/.installed-dev
 # already there is added to, never rebuilt. pip would compile one file after the other, and all models of transformers.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
-	-$(BIN)/python -m compileall -q -j 0 -x 'transformers/models|/tests?/' $(VENV)/lib
+	-$(BIN)/python -m compileall -q -j 0 -x 'transformers/models|/tests?/' $(VENV)/lib ragged_shard fsdp ragged_optim examples benchmarks
 	@touch $@
 
 $(BIN)/python:
