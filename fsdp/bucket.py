@@ -62,6 +62,8 @@ class BucketParameter:
     full: nn.Parameter | None = None
     place: GradientPlace | None = None
     edge: GradientEdge | None = None
+    # What ``full.requires_grad`` was set to by us.
+    trains: bool = True
     # Whether the unreduced gradient holds something / the reduced gradient is part of a sum / anything arrived at all.
     written: bool = False
     accumulates: bool = False
@@ -306,6 +308,8 @@ class Bucket:
         self._extended = [cast("ExtendedBuffer", buffer) for buffer in self.buffers if buffer.extended]
 
         self._homes = self._find_homes()
+        # Of the buffers that modules go on showing gathered when their forward has ended.
+        self._versions: list[int] | None = None
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
         self.outstanding: dict[int, int] = {}
@@ -465,6 +469,7 @@ class Bucket:
             self._finish_extended()
         with torch._C.DisableTorchFunctionSubclass(), untransformed():
             self._register_unsharded()
+        self._versions = None
         self.is_unsharded = True
 
     def _finish_extended(self) -> None:
@@ -480,6 +485,7 @@ class Bucket:
             assert full is not None
             if full.requires_grad != parameter.sharded.requires_grad:
                 full.requires_grad_(parameter.sharded.requires_grad)
+            parameter.trains = full.requires_grad
             for module, attribute in parameter.places:
                 module._parameters[attribute] = full
 
@@ -839,6 +845,7 @@ class Bucket:
         device than those in its buffer.
         """
         if self.is_unsharded:
+            self.take_up_changes_of_gathered()
             if all(m._parameters.get(name) is p.full for p in self.parameters for m, name in p.places):
                 return
         else:
@@ -856,6 +863,33 @@ class Bucket:
                     f"parameters of {self.name!r} that share one flat buffer are now of different dtypes or on "
                     f"different devices: {where}; convert (or materialise) all of them"
                 )
+
+    def note_versions(self) -> None:
+        """The gathered parameters are as they should be: in-place operations from now on are the user's."""
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [0 if buffer.full is None else buffer.full.views[0]._version for buffer in self.buffers]
+
+    def take_up_changes_of_gathered(self) -> None:
+        """What was done to parameters while modules showed the gathered ones, outside of their forward: freezing them
+        means the sharded ones too; raises ``RuntimeError`` when values were changed, which the next gather would undo.
+        """
+        for buffer, old, new in zip(self.buffers, self._versions or (), self._current_versions(), strict=False):
+            if old != new:
+                self.note_versions()
+                raise RuntimeError(
+                    f"parameters of {self.name!r} ({', '.join(p.name for p in buffer.parameters[:5])}, ...) were "
+                    f"changed in place while they were gathered (after a forward without backward, or after "
+                    f"unshard()), and the next gather would undo it; change the sharded ones: after a backward, under "
+                    f"torch.no_grad(), or after module.reshard()"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                full = parameter.full
+                if full is not None and full.requires_grad != parameter.trains:
+                    parameter.sharded.requires_grad_(full.requires_grad)
+                    parameter.trains = full.requires_grad
 
     def adopt_assigned(self) -> None:
         """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered."""

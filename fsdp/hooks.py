@@ -96,6 +96,8 @@ class State:
             module.register_load_state_dict_post_hook(self._adopt_assigned)
 
     def _show_sharded(self, *_: Any, **__: Any) -> None:
+        if self.bucket.is_unsharded:
+            self.bucket.take_up_changes_of_gathered()
         self.bucket.reshard()
 
     def _adopt_assigned(self, *_: Any) -> None:

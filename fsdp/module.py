@@ -29,6 +29,7 @@ class UnshardHandle(TorchUnshardHandle):
         """Wait until the module's parameters are the gathered ones."""
         if self._bucket is not None:
             self._bucket.wait_unshard()
+            self._bucket.note_versions()
             self._bucket = None
 
 
@@ -72,8 +73,16 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this module's gathered parameters (not its children's) and register the sharded ones."""
-        self._get_fsdp_state().bucket.reshard()
+        """Free this module's gathered parameters (not its children's) and register the sharded ones.
+
+        Raises ``RuntimeError`` when the gathered ones were changed in place, which is lost.
+        """
+        bucket = self._get_fsdp_state().bucket
+        try:
+            if bucket.is_unsharded:
+                bucket.take_up_changes_of_gathered()
+        finally:
+            bucket.reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: back to the resting state. The next root forward does it by

@@ -162,6 +162,8 @@ class Schedule:
                 bucket.reshard_to_group()
             else:
                 bucket.reshard()
+        else:
+            bucket.note_versions()
 
     def end_group(self, bucket: Bucket, needs_backward: bool) -> None:
         """The root's forward ends, and did not run all modules of this bucket's list on this rank: on all ranks,
@@ -183,6 +185,9 @@ class Schedule:
             self._backward_of = max(self._backward_of, iteration)
             return
         self._callback_queued = True
+        for bucket in self.buckets:
+            if bucket.is_unsharded:
+                bucket.take_up_changes_of_gathered()
         self._keeps_unsharded = _to_be_differentiated()
         # Backward begins with the last forward that it covers.
         self._backward_of = iteration

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 __all__ = ["GradientPlace", "WeightParameter", "Witnesses", "will_run", "witnesses_of"]
 
@@ -169,6 +170,7 @@ def _ordinary_autograd() -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
+        and forward_ad._current_level < 0
     )
 
 

@@ -71,11 +71,18 @@ def another_while_gathered(model: Model) -> None:
     another_parameter(model)
 
 
+def frozen_while_gathered(model: Model) -> None:
+    squares(model)
+    model.head.requires_grad_(False)
+    model.block.up.requires_grad_(False)
+
+
 CHANGES: dict[str, Callable[[Model], object]] = {
     "a child rounded": rounded,
     "load_state_dict(assign=True) of a child": assigned_by_child,
     "another parameter": another_parameter,
     "another parameter while gathered": another_while_gathered,
+    "frozen while gathered": frozen_while_gathered,
 }
 
 
@@ -93,6 +100,26 @@ def changed() -> list[str]:
                     model(data())
             found += [f"{name}, {stepped}: {d}" for d in trained(sharded, plain)]
     return found
+
+
+def frozen_before_backward() -> list[str]:
+    """Root and last block show gathered parameters between forward and backward."""
+    sharded, plain = twins(Model, shard)
+    found = trained(sharded, plain)
+    for names in (("head", "block"), ("norm",)):
+        for model in (sharded, plain):
+            model.zero_grad()
+            loss = squares(model)
+            for name in names:
+                getattr(model, name).requires_grad_(False)
+            loss.backward()
+        average_gradients(plain)
+        found += [f"{names}: {d}" for d in differences(sharded, plain)]
+    return found
+
+
+def test_freezing_between_forward_and_backward_lasts() -> None:
+    assert cluster.run(2, frozen_before_backward) == [[], []]
 
 
 def test_what_happened_to_a_child_is_taken_up() -> None:
@@ -203,13 +230,21 @@ def refused() -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     squares(model).backward()
     found.append(message(optimizer.step))
+    for lost in (lambda: model(data()), model.state_dict, model.reshard):
+        squares(model)
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+        found.append(message(lost))
+        # It has been said once; nothing is left of it.
+        squares(model).backward()
     return found
 
 
 def test_what_cannot_be_taken_up_is_an_error_that_names_the_parameter() -> None:
-    for gone, shape, dtype, meta, optimizer in cluster.run(2, refused):
+    for gone, shape, dtype, meta, optimizer, *lost in cluster.run(2, refused):
         assert "'head.bias' of shape (5,) was removed from its Linear" in gone
         assert "'head.weight' of shape (5, 8) was replaced" in shape and "(7, 8)" in shape
         assert "'norm.weight': ('torch.float64'" in dtype and "convert" in dtype
         assert "'norm.weight': ('torch.float32', 'meta')" in meta and "materialise" in meta
         assert "SGD holds the tensor that was assigned to 'norm.weight'" in optimizer
+        assert len(lost) == 3 and all("head.weight" in one and "changed in place while" in one for one in lost)
