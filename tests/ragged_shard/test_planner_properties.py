@@ -60,7 +60,7 @@ world_sizes = st.one_of(st.integers(1, 9), st.sampled_from([12, 16, 31, 64, 100]
 alignments = st.sampled_from([8, 16, 128, 512, 24])
 
 
-@examples(5000)
+@examples(2500)
 @given(buckets(), world_sizes, alignments, st.sampled_from([1, 2, 3]), st.sampled_from([0.0, 0.01, 0.2]), st.randoms())
 def test_a_plan_is_valid_bounded_and_independent_of_the_order(
     specs: list[TensorSpec],
