@@ -60,15 +60,17 @@ def average_gradients(plain: nn.Module, divide_by: float | None = None) -> None:
 class Masters(nn.Module):
     """What mixed precision means: ``plain`` computes in ``dtype``, each gradient is added up and averaged in fp32, and
     fp32 parameters of the same names are updated. Buffers keep their dtype. With fp32 nothing is done.
+
+    Without ``hooks`` the masters get their gradients from elsewhere.
     """
 
-    def __init__(self, plain: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, plain: nn.Module, dtype: torch.dtype, *, hooks: bool = True) -> None:
         super().__init__()
         self.plain, self.masters = [plain], {}
         for name, parameter in plain.named_parameters() if dtype != torch.float32 else ():
             master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
-            if parameter.requires_grad:
+            if parameter.requires_grad and hooks:
                 parameter.register_post_accumulate_grad_hook(partial(self._take, master))
             self.masters[name] = master
 

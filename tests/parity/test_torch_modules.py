@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from fsdp import MixedPrecisionPolicy, fully_shard
 from tests import cluster
-from tests.fsdp.reference import Masters, average_gradients, differences, shard_children, train
+from tests.fsdp.reference import shard_children, train
+from tests.parity.ddp import MIXED, train_beside_ddp
 
 N = 8
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def sequence(step: int) -> Tensor:
@@ -147,8 +146,7 @@ def test_trains_as_plain_data_parallelism(name: str, wrap: str) -> None:
     assert cluster.run(2, trained, name, wrap) == [[], []]
 
 
-def against_ddp(name: str, checkpointed: bool, low: bool) -> list[str]:
-    """Five AdamW steps as DDP's, or (``low``: computed in bfloat16) as those of fp32 masters."""
+def beside_ddp(name: str, checkpointed: bool, low: bool) -> list[str]:
     torch.manual_seed(0)
     plain = MODELS[name]()
     for module in plain.modules():
@@ -159,34 +157,19 @@ def against_ddp(name: str, checkpointed: bool, low: bool) -> list[str]:
         layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Conv1d, nn.GroupNorm, nn.BatchNorm1d)
         apply_activation_checkpointing(plain, check_fn=lambda module: isinstance(module, layers))
     model = shard(copy.deepcopy(plain), "layers", mp_policy=MIXED if low else MixedPrecisionPolicy())
-    masters = Masters(plain, torch.bfloat16 if low else torch.float32)
-    reference = plain if low else DistributedDataParallel(plain)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, masters if low else plain)]
-    found = []
-    for number in range(5):
-        losses = []
-        for one in (model, reference):
-            x = sequence(number)
-            loss = one(x if one is model or not low else x.bfloat16()).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        if losses[0] != pytest.approx(losses[1], rel=1e-5):
-            found.append(f"step {number}: losses {losses}")
-        if low:
-            average_gradients(masters)
-        found += [f"step {number}: {d}" for d in differences(model, masters if low else plain, 1e-5)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        masters.write_back()
-    return found
+
+    def loss(one: nn.Module, step: int) -> Tensor:
+        x = sequence(step)
+        return one(x if one is model or not low else x.bfloat16()).float().square().mean()
+
+    return train_beside_ddp(model, plain, loss, low=low)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("name", ["transformer", "convolution"])
 def test_trains_as_ddp_with_checkpoints_and_in_bfloat16(name: str, checkpointed: bool, low: bool) -> None:
-    assert cluster.run(2, against_ddp, name, checkpointed, low) == [[], []]
+    assert cluster.run(2, beside_ddp, name, checkpointed, low) == [[], []]
 
 
 def evaluated(name: str) -> list[str]:

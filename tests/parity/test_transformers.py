@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
-from tests.fsdp.reference import Masters, average_gradients, differences
+from tests.fsdp.reference import differences
+from tests.parity.ddp import MIXED, train_beside_ddp
 
 pytest.importorskip("transformers")
 
@@ -27,8 +27,6 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 
-
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Experts that no token chose, and parameters that a task does not use.
 UNUSED = ("qwen3_moe", "gpt_oss", "deepseek_v3", "vit")
 
@@ -136,9 +134,6 @@ def policy(name: str, parameter: nn.Parameter) -> ParamPolicy | None:
 
 
 def train(name: str, checkpointed: bool, low: bool) -> list[str]:
-    """Five AdamW steps of both; losses, gradients and parameters that differ. ``low``: computed in bfloat16, reduced
-    and updated in fp32; else against DDP.
-    """
     plain = build(name)
     model = copy.deepcopy(plain)
     for one in (plain, model):
@@ -149,26 +144,9 @@ def train(name: str, checkpointed: bool, low: bool) -> list[str]:
     for layer in layers_of(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    masters = Masters(plain, torch.bfloat16 if low else torch.float32)
-    reference = plain if low else DistributedDataParallel(plain, find_unused_parameters=name in UNUSED)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, masters if low else plain)]
-    found = []
-    for number in range(5):
-        losses = []
-        for one in (model, reference):
-            loss = one(**inputs(name, number)).loss
-            loss.backward()
-            losses.append(loss.item())
-        if losses[0] != pytest.approx(losses[1], rel=1e-5):
-            found.append(f"step {number}: losses {losses}")
-        if low:
-            average_gradients(masters)
-        found += [f"step {number}: {d}" for d in differences(model, masters if low else plain, 2e-5)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        masters.write_back()
-    return found
+    return train_beside_ddp(
+        model, plain, lambda m, step: m(**inputs(name, step)).loss, low=low, find_unused_parameters=name in UNUSED
+    )
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
