@@ -291,6 +291,8 @@ class Bucket:
         self.reduced_hook: Callable[[Tensor], object] | None = None
         # Between forward and backward the parameters stay sharded over this smaller group, if any.
         self.post_forward_group: dist.ProcessGroup | None = None
+        # How many ranks that group has, or would have among more ranks than there are.
+        self.post_forward_size: int | None = None
         # Unsharded by hand before the forward / by `reshard_after_forward=False`: not for an iteration's start to
         # reshard.
         self.pinned = False
@@ -313,8 +315,10 @@ class Bucket:
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
         self.outstanding: dict[int, int] = {}
-        # Of each forward call that backward has not come to yet: the iteration it belongs to. The schedule keeps it.
+        # Of each forward call that a backward may come to: the iteration it belongs to. The schedule keeps both.
         self.calls: dict[int, int] = {}
+        # Those that the backward under way has not come to yet.
+        self.awaited_calls: set[int] = set()
         # Of each forward call that backward has entered: inputs whose gradient is still to come.
         self.awaited_inputs: dict[int, int] = {}
         self.in_backward = False
@@ -392,6 +396,11 @@ class Bucket:
 
     # -- parameters --
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether gathers have been started that nobody has waited for."""
+        return bool(self._gathers)
+
     def unshard(self) -> None:
         """Start gathering. No effect when unsharded or on the way."""
         if self.is_unsharded or self._gathers:
@@ -443,7 +452,11 @@ class Bucket:
 
     def reshard_to_group(self) -> None:
         """After forward: keep a part of the unsharded parameters, so that backward gathers over the smaller group."""
-        assert self.post_forward_group is not None and self.pool is not None
+        assert self.pool is not None
+        self._note("keep")
+        if self.post_forward_group is None:
+            self.reshard()
+            return
         size, rank = self.post_forward_group.size(), self.post_forward_group.rank()
         for buffer in self.buffers:
             assert buffer.full is not None
@@ -496,7 +509,8 @@ class Bucket:
         in_flight = bool(self._gathers)
         self._gathers.clear()
         for buffer in self.buffers:
-            if buffer.kept is not None:
+            if buffer.kept is not None and buffer.kept.held:
+                self._note("drop")
                 buffer.kept.release()
         if self.is_unsharded or in_flight:
             self._release_unsharded()
@@ -625,15 +639,20 @@ class Bucket:
         """
         return self.encloses_others and not all(p.sharded.requires_grad for b in self.buffers for p in b.parameters)
 
-    def is_left(self, iteration: int) -> bool:
-        """Whether a backward of forwards up to ``iteration`` has left this bucket for good: it has come to all of their
-        calls, or passed them by, and all gradients of parameters and of inputs have come.
+    @property
+    def is_left(self) -> bool:
+        """Whether the backward under way has left this bucket for good: it has come to all of its calls, or passed them
+        by, and all gradients of parameters and of inputs have come.
 
         Ranks may use different parameters, or none, in each call. What they have in common is the calls, so that no
         rank gathers again, or waits for a reduction, that another does not take part in.
         """
-        entered = not any(of <= iteration for of in self.calls.values())
-        return self.in_backward and entered and not self.awaited_inputs and not any(self.outstanding.values())
+        return (
+            self.in_backward
+            and not self.awaited_calls
+            and not self.awaited_inputs
+            and not any(self.outstanding.values())
+        )
 
     @property
     def holds_gradients(self) -> bool:
@@ -660,7 +679,7 @@ class Bucket:
             self._stays = (
                 last and self.pool.lends and not self._carries and all(buffer.may_stay for buffer in trainable)
             )
-            self._note("reduce")
+            self._note("reduce", "carries" if self._carries else "")
             scratch = list(self._take_scratch(whole))
             reductions: list[Pending] = []
             for mesh in self.meshes:
@@ -672,6 +691,8 @@ class Bucket:
                     parts = []
                     for buffer, full_grads, place in mine:
                         self.pool.note("reduce_scatter", "gradients", self.name, full_grads.nbytes)
+                        if self.replicate_dim is not None and mesh.size(0) > 1 and not self._carries:
+                            self.pool.note("all_reduce", "gradients", self.name, full_grads.chunk.nbytes)
                         parts.append(self._reduce_buffer(buffer, full_grads, place))
                 reductions += together(parts)
             self._reductions = (trainable, reductions)
@@ -798,6 +819,7 @@ class Bucket:
         self.leave_backward(None)
         self.unreduced = False
         self.calls.clear()
+        self.awaited_calls.clear()
 
     # -- moving --
 

@@ -136,6 +136,7 @@ _SETTINGS = (
     "unshard_in_backward",
     "max_reductions",
     "post_forward_group",
+    "post_forward_size",
     "keeps_unsharded",
     "gather_collective",
     "reduce_collective",

@@ -163,6 +163,7 @@ def fully_shard(
     )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         group_size, reshard_after_forward = reshard_after_forward, reshard_after_forward > 1
+        bucket.post_forward_size = group_size if reshard_after_forward else None
         if 1 < group_size < mesh.size(mesh.ndim - 1):
             bucket.post_forward_group = _smaller_group(mesh, group_size)
     bucket.keeps_unsharded = reshard_after_forward is False

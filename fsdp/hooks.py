@@ -319,7 +319,7 @@ class State:
     def _entered(self, call: int, inputs: dict[int, Node] | None, _: Tensor) -> None:
         """``inputs``: the nodes that bring the inputs' gradients; ``None``: these are the outputs'."""
         assert self.schedule is not None
-        self.schedule.enter_backward(self.bucket.calls.get(call, self.schedule.iteration))
+        self.schedule.enter_backward(self.bucket.calls.get(call))
         if inputs is None:
             # Passed by. Not now: gradients of modules behind this one may still be to come (Schedule._pass_by).
             return

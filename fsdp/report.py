@@ -152,7 +152,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, profile:
     held = peak = None
     if profile is not None:
         on_cpu = all(pool.device.type == "cpu" for pool in pools.values())
-        prediction = predict(profile, Cluster(ranks=buckets[0].ranks, gloo=on_cpu))
+        ranks = max(mesh.size() for bucket in buckets for mesh in bucket.meshes)
+        prediction = predict(profile, Cluster(ranks=ranks, gloo=on_cpu))
         held, peak = prediction.buffer_bytes - lent, prediction.peak_buffer_bytes
     return MemoryReport(
         buckets=tuple(_bucket(bucket, optimizer) for bucket in buckets),

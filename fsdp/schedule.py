@@ -45,7 +45,7 @@ class _Forward:
     """
 
     began: dict[Bucket, None] = field(default_factory=dict)
-    calls: list[int] = field(default_factory=list)
+    calls: dict[int, Bucket] = field(default_factory=dict)
     witnesses: Witnesses = field(default_factory=Witnesses)
 
 
@@ -73,16 +73,18 @@ class Schedule:
         self.root: object | None = None
         # A forward raised since the last reset.
         self.failed = False
-        # Of forwards; and the latest one that the backward under way has come to.
+        # Of forwards.
         self.iteration = 0
-        self._backward_of = 0
         self._hands_out: bool | None = None
         self._keeps_unsharded = False
         self._sequence: list[Bucket] = []
         self._last_sequence: list[Bucket] = []
-        # Calls of modules that backward has not come to, in the order of their ends; the forwards they belong to.
-        self._calls: dict[int, Bucket] = {}
+        # Forwards that a backward may come to; the calls, in the order of their ends, that the one under way has not.
         self._forwards: dict[int, _Forward] = {}
+        self._calls: dict[int, Bucket] = {}
+        # The forwards that it covers, and whether their graphs stay for another.
+        self._covered: list[int] = []
+        self._retained = False
         self._reduce_order: list[Bucket] = []
         self._ready: set[Bucket] = set()
         self._in_flight: list[Bucket] = [] if shared is None else shared._in_flight
@@ -130,7 +132,7 @@ class Schedule:
             witnesses_of(None)
             for bucket in self.buckets:
                 # Prefetched and not run after all.
-                if not bucket.is_unsharded and not bucket.pinned:
+                if bucket.is_gathering and not bucket.pinned:
                     bucket.reshard()
 
     def before_forward(self, bucket: Bucket, prefetch: list[Bucket]) -> None:
@@ -152,13 +154,12 @@ class Schedule:
     def expect(self, call: int, bucket: Bucket) -> None:
         """A forward call of ``bucket`` that this or another rank's backward will come to."""
         bucket.calls[call] = self.iteration
-        self._calls[call] = bucket
-        self._forward().calls.append(call)
+        self._forward().calls[call] = bucket
 
     def after_forward(self, bucket: Bucket, needs_backward: bool) -> None:
         """``bucket`` has computed for the last time in this forward, or call of its module."""
         if bucket.reshard_after_forward:
-            if needs_backward and bucket.post_forward_group is not None:
+            if needs_backward and bucket.post_forward_size is not None:
                 bucket.reshard_to_group()
             else:
                 bucket.reshard()
@@ -169,8 +170,9 @@ class Schedule:
         """The root's forward ends, and did not run all modules of this bucket's list on this rank: on all ranks,
         backward comes to it next.
         """
-        for call in [call for call, of in bucket.calls.items() if of == self.iteration]:
-            self._calls[call] = self._calls.pop(call)
+        calls = self._forward().calls
+        for call in [call for call, other in calls.items() if other is bucket]:
+            calls[call] = calls.pop(call)
         self.after_forward(bucket, needs_backward)
 
     def runs_last(self, bucket: Bucket) -> bool:
@@ -179,29 +181,40 @@ class Schedule:
 
     # -- backward --
 
-    def enter_backward(self, iteration: int) -> None:
-        """Called by every module that backward enters; ``iteration``: that of the forward."""
+    def enter_backward(self, iteration: int | None) -> None:
+        """Called by every module that backward enters; ``iteration``: that of the forward, if it is remembered."""
         if self._callback_queued:
-            self._backward_of = max(self._backward_of, iteration)
+            if iteration is not None and iteration not in self._covered:
+                self._cover(iteration)
             return
+        iteration = self.iteration if iteration is None else iteration
         self._callback_queued = True
         for bucket in self.buckets:
             if bucket.is_unsharded:
                 bucket.take_up_changes_of_gathered()
         self._keeps_unsharded = _to_be_differentiated()
-        # Backward begins with the last forward that it covers.
-        self._backward_of = iteration
+        self._covered, self._retained = [], torch._C._autograd._get_current_graph_task_keep_graph()
         Variable._execution_engine.queue_callback(self.end_backward)
-        for earlier in [number for number in self._forwards if number < iteration]:
-            # Unlike the calls of one module, what the loss depends on is the same on all ranks.
-            if self._forwards[earlier].witnesses.will_run() is False:
-                self._forget([earlier])
         self._hands_out = None
-        order: dict[Bucket, None] = {}
-        for number, forward in self._forwards.items():
-            if number <= iteration:
-                order.update(forward.began)
-        self._reduce_order = list(reversed(order))
+        for number, forward in [*self._forwards.items()]:
+            # Backward begins with the last forward that it covers. Unlike the calls of one module, what the loss
+            # depends on is the same on all ranks.
+            if number == iteration or (number < iteration and forward.witnesses.will_run() is not False):
+                self._cover(number)
+            elif forward.witnesses.are_gone:
+                self._forget([number])
+
+    def _cover(self, iteration: int) -> None:
+        """The backward under way comes to this forward: to all of its calls, on this or another rank."""
+        self._covered.append(iteration)
+        if (forward := self._forwards.get(iteration)) is not None:
+            for call, bucket in forward.calls.items():
+                self._calls[call] = bucket
+                bucket.awaited_calls.add(call)
+            order: dict[Bucket, None] = {}
+            for number in self._covered:
+                order.update(self._forwards[number].began if number in self._forwards else {})
+            self._reduce_order = [bucket for bucket in reversed(order) if not bucket.reduced]
 
     def hands_out(self) -> bool:
         """Whether this backward is ``torch.autograd.grad`` (or has ``inputs``, or is a transform of ``torch.func``) for
@@ -209,30 +222,28 @@ class Schedule:
         """
         if self._hands_out is None:
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
-            covered = [forward for number, forward in self._forwards.items() if number <= self._backward_of]
+            covered = [self._forwards[number] for number in self._covered if number in self._forwards]
             self._hands_out = transformed or any(forward.witnesses.leave_out() for forward in covered)
         return self._hands_out
 
     def _forget(self, iterations: Iterable[int]) -> None:
         """No backward comes to these forwards any more."""
         for iteration in iterations:
-            for call in self._forwards.pop(iteration).calls:
-                if (bucket := self._calls.pop(call, None)) is not None:
-                    del bucket.calls[call]
+            if (forward := self._forwards.pop(iteration, None)) is not None:
+                for call, bucket in forward.calls.items():
+                    bucket.calls.pop(call, None)
 
     def _last_call(self) -> int | None:
         """The last of the calls that this backward has not come to."""
-        for call in reversed(self._calls):
-            if self._calls[call].calls[call] <= self._backward_of:
-                return call
-        return None
+        return next(reversed(self._calls), None)
 
     def before_backward(self, bucket: Bucket, call: int, prefetch: list[Bucket]) -> None:
         """Backward enters ``call`` of ``bucket``: unshard it again and start on the one whose backward comes next."""
         if call in self._calls:
             while (last := self._last_call()) is not None and last != call:
                 self._pass_by(last)
-            del bucket.calls[call], self._calls[call]
+            del self._calls[call]
+            bucket.awaited_calls.discard(call)
         self._gather_in_backward(bucket)
         bucket.enter_backward()
         if prefetch:
@@ -250,16 +261,17 @@ class Schedule:
             bucket.unshard()
             bucket.wait_unshard()
 
-    def _pass_by(self, call: int, running: bool = True) -> None:
+    def _pass_by(self, call: int, running: bool = True, captured: bool = False) -> None:
         """Backward does not come to ``call`` on this rank, where it computed nothing that the loss depends on, but may
         on others: gather and reduce its bucket when they do. ``running``: within the backward, not at its end.
+        ``captured``: it is torch.autograd.grad, which reduces nothing.
         """
         bucket = self._calls.pop(call)
-        del bucket.calls[call]
+        bucket.awaited_calls.discard(call)
         if running:
             bucket.enter_backward()
         self._gather_in_backward(bucket)
-        if bucket.captured or (running and any(bucket.outstanding.values())):
+        if captured or bucket.captured or (running and any(bucket.outstanding.values())):
             # A gradient will come here all the same.
             return
         bucket.open_backward()
@@ -285,7 +297,7 @@ class Schedule:
         """Some gradient of ``bucket`` or of its inputs has come. If it was the last: release its parameters, in whose
         memory the reduction may receive, and reduce its gradients when it is its turn.
         """
-        if not bucket.is_left(self._backward_of):
+        if not bucket.is_left:
             return
         if bucket.reshard_after_backward and not (bucket.outlasts_its_gradients or self._keeps_unsharded):
             bucket.reshard()
@@ -310,9 +322,9 @@ class Schedule:
 
     def _end_backward(self) -> None:
         self._callback_queued = False
-        if not any(bucket.captured for bucket in self.buckets):
-            while (call := self._last_call()) is not None:
-                self._pass_by(call, running=False)
+        captured = any(bucket.captured for bucket in self.buckets)
+        while (call := self._last_call()) is not None:
+            self._pass_by(call, running=False, captured=captured)
         owing = self._owing()
         for position, bucket in enumerate(owing):
             bucket.open_backward()
@@ -325,8 +337,10 @@ class Schedule:
                 bucket.leave_backward(used.get(bucket))
             if bucket.reshard_after_backward and not self._keeps_unsharded:
                 bucket.reshard()
-        # Later forwards may have a backward of their own.
-        self._forget([number for number in self._forwards if number <= self._backward_of])
+            bucket.awaited_calls.clear()
+        self._calls.clear()
+        if not self._retained:
+            self._forget(self._covered)
         self._ready.clear()
 
     def _owing(self) -> list[Bucket]:

@@ -1,14 +1,19 @@
 """Predict a step on a cluster from a profile of a few ranks.
 
     profile = record(model, step)                       # one step of the sharded model, on 1 to 8 ranks
-    print(predict(profile, Cluster(ranks=1024)))        # that step's collectives, bytes, buffers and time on 1,024
-    ranks print(scaling(profile, Cluster(ranks=8), [8, 64, 512, 4096]))
+    print(predict(profile, Cluster(ranks=1024)))        # its collectives, bytes, buffers and time on 1,024 ranks
+    print(scaling(profile, Cluster(ranks=8), [8, 64, 512, 4096]))
 
 ``record`` keeps what the schedule did (which bucket was gathered, computed with, reduced and released, in order) and
 the seconds of computation in between. ``predict`` lays every bucket out for the new number of ranks with the same
 planner, and replays the same actions over the same memory pool, without memory. So collectives, bytes and communication
-buffers are those of the real run with that number of ranks, not estimates. Time is a model, with these assumptions,
-which every report prints:
+buffers are those of the real run with that number of ranks, not estimates.
+
+Meshes grow with the ranks as follows. Replicas (HSDP): as many as ``Cluster.replicas`` says, each sharded over its part
+of the ranks. A mesh that is n times smaller than the largest (experts, over the ranks that hold the same ones): n times
+smaller again. ``reshard_after_forward=n``: groups of n, where there are more ranks than that.
+
+Time is a model, with these assumptions, which every report prints:
 
     - computation takes what it took in the profile, divided by ``compute_scale``
     - a collective takes ``latency`` plus its bytes over the slowest link; gathers run one after another, and so do
@@ -23,9 +28,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.bucket import Bucket
 from fsdp.hooks import State, state_of
@@ -37,9 +44,10 @@ __all__ = ["Cluster", "Prediction", "Profile", "plot", "predict", "record", "sca
 
 @dataclass(frozen=True)
 class Cluster:
-    """``ranks`` that share the parameters. Bandwidths in bytes per second and rank, ``latency`` in seconds a
-    collective.
+    """``ranks`` in all. Bandwidths in bytes per second and rank, ``latency`` in seconds a collective.
 
+    ``replicas``: copies of the parameters, each sharded over ``ranks / replicas`` (HSDP); ``None``: as many as in the
+    profile.
     ``ranks_per_node``: a collective that leaves a node runs at ``inter_bandwidth``. ``compute_scale``: how many times
     faster a rank computes than in the profile. ``gloo``: reductions receive into memory beside the buffer, as on CPU.
     """
@@ -51,38 +59,69 @@ class Cluster:
     latency: float = 20e-6
     compute_scale: float = 1.0
     gloo: bool = False
+    replicas: int | None = None
 
-    def seconds(self, nbytes: int, group: int) -> float:
-        """Of a gather or reduction that leaves ``nbytes`` on (or takes them from) each of ``group`` ranks."""
+    def seconds(self, nbytes: int, group: int, span: int) -> float:
+        """Of a gather or reduction that leaves ``nbytes`` on (or takes them from) each of ``group`` ranks.
+
+        ``span``: the first and the last of them are so many ranks apart.
+        """
         if group == 1 or nbytes == 0:
             return 0.0
-        bandwidth = self.intra_bandwidth if group <= self.ranks_per_node else self.inter_bandwidth
+        bandwidth = self.intra_bandwidth if span <= self.ranks_per_node else self.inter_bandwidth
         return self.latency + nbytes * (group - 1) / group / bandwidth
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters of a bucket that share buffers: what ``fully_shard`` planned together."""
+    """Parameters of a bucket that share buffers: what ``fully_shard`` planned together.
+
+    ``mesh``: which one of the bucket's. ``part``: how many times smaller it is than the profile's largest; ``stride``:
+    by how many ranks two neighbours on it differ. ``replicated``: HSDP.
+    """
 
     specs: tuple[TensorSpec, ...]
     param_itemsize: int
     full_itemsize: int
     reduce_itemsize: int
     trainable: bool
+    mesh: int
+    part: int
+    stride: int
+    replicated: bool
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One recorded step: the buckets by name, and (action, bucket, parameter, seconds of computation before it)."""
+    """One recorded step: the buckets by name, and (action, bucket, parameter, seconds of computation before it).
+
+    ``smaller``: of a bucket with a number as ``reshard_after_forward``, that number.
+    """
 
     ranks: int
+    replicas: int
     groups: dict[str, tuple[_Group, ...]]
+    smaller: dict[str, int]
     actions: tuple[tuple[str, str, str, float], ...]
     tail: float
 
     @property
     def compute_seconds(self) -> float:
         return sum(seconds for *_, seconds in self.actions) + self.tail
+
+    def shape(self, group: _Group, cluster: Cluster) -> tuple[int, int]:
+        """(replicas, ranks that share them) of a group's parameters on ``cluster``."""
+        replicas = self.replicas if cluster.replicas is None else cluster.replicas
+        if not group.replicated and any(other.replicated for groups in self.groups.values() for other in groups):
+            # Sharded over all ranks, beside others that are not.
+            replicas = 1
+        shards, rest = divmod(cluster.ranks, replicas * group.part)
+        if rest or not shards:
+            raise ValueError(
+                f"{cluster.ranks} ranks cannot hold {replicas} replicas of parameters that are sharded over one "
+                f"{group.part}th of the ranks; choose a multiple of {replicas * group.part}"
+            )
+        return replicas, shards
 
 
 @dataclass(frozen=True)
@@ -129,7 +168,7 @@ def _assumptions(cluster: Cluster) -> str:
     return (
         f"assumed: computation as profiled / {cluster.compute_scale:g}; collectives {cluster.latency * 1e6:g} us + "
         f"bytes at {intra:g} GB/s within {cluster.ranks_per_node} ranks, {inter:g} GB/s beyond; gathers and reductions "
-        f"each in order, beside computation; no stragglers"
+        f"each in order, beside computation; replicas lie whole nodes apart; no stragglers"
     )
 
 
@@ -138,7 +177,7 @@ def record(model: nn.Module, step: Callable[[], object]) -> Profile:
 
     Memory of the pool that is free in between is given back: afterwards it holds what such a step needs, and no more.
 
-    Raises ``ValueError`` if no part of ``model`` is sharded, or it is sharded with replicas (HSDP) or smaller groups.
+    Raises ``ValueError`` if no part of ``model`` is sharded, or parameters have all-gather extensions.
     """
     buckets = _buckets(model)
     step()
@@ -157,7 +196,11 @@ def record(model: nn.Module, step: Callable[[], object]) -> Profile:
     finally:
         pool.timeline = None
     actions, tail = _actions(events)
-    return Profile(buckets[0].ranks, {b.name: _groups(b) for b in buckets}, actions, tail)
+    meshes = [mesh for bucket in buckets for mesh in bucket.meshes]
+    ranks = max(mesh.size() for mesh in meshes)
+    replicas = max(mesh.size(0) if mesh.ndim == 2 else 1 for mesh in meshes)
+    smaller = {b.name: b.post_forward_size for b in buckets if b.post_forward_size is not None}
+    return Profile(ranks, replicas, {b.name: _groups(b, ranks) for b in buckets}, smaller, actions, tail)
 
 
 def _buckets(model: nn.Module) -> list[Bucket]:
@@ -169,29 +212,45 @@ def _buckets(model: nn.Module) -> list[Bucket]:
     if not buckets:
         raise ValueError(f"{type(model).__name__} has no fully_shard module; call fully_shard on it first")
     for bucket in buckets:
-        if bucket.replicate_dim is not None or bucket.post_forward_group is not None or len(bucket.meshes) > 1:
+        if any(buffer.extended for buffer in bucket.buffers):
             raise ValueError(
-                f"bucket {bucket.name!r} uses replicas, a smaller group or several meshes, which record does not model"
+                f"bucket {bucket.name!r} has parameters with fsdp_pre_all_gather: what these gather on another number "
+                f"of ranks only they know"
             )
     return buckets
 
 
-def _groups(bucket: Bucket) -> tuple[_Group, ...]:
-    groups: dict[tuple[torch.dtype, bool], list[TensorSpec]] = {}
+def _groups(bucket: Bucket, ranks: int) -> tuple[_Group, ...]:
+    groups: dict[tuple[torch.dtype, DeviceMesh, bool], list[TensorSpec]] = {}
     for buffer in bucket.buffers:
         plan, dtype = buffer.layout.plan, buffer.params.dtype
         for (name, _), numel in zip(plan.starts, plan.numels, strict=True):
             spec = TensorSpec(name, numel, dtype.itemsize, plan.block(name))
-            groups.setdefault((dtype, buffer.trainable), []).append(spec)
+            groups.setdefault((dtype, buffer.layout.mesh, buffer.trainable), []).append(spec)
     found = []
-    for (dtype, trainable), specs in groups.items():
+    for (dtype, mesh, trainable), specs in groups.items():
         full = bucket.param_dtype if bucket.param_dtype is not None and dtype.is_floating_point else dtype
         reduce = bucket.reduce_dtype or full
-        found.append(_Group(tuple(specs), dtype.itemsize, full.itemsize, reduce.itemsize, trainable))
+        neighbours = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
+        found.append(
+            _Group(
+                specs=tuple(specs),
+                param_itemsize=dtype.itemsize,
+                full_itemsize=full.itemsize,
+                reduce_itemsize=reduce.itemsize,
+                trainable=trainable,
+                mesh=bucket.meshes.index(mesh),
+                part=ranks // mesh.size(),
+                stride=neighbours[1] - neighbours[0] if len(neighbours) > 1 else 1,
+                replicated=mesh.ndim == 2,
+            )
+        )
     return tuple(found)
 
 
-_ACTIONS = ("unshard", "wait_gather", "gathered", "reshard", "gradient", "reduce", "wait_reduce", "reduced")
+_ACTIONS = (
+    "unshard", "wait_gather", "gathered", "reshard", "keep", "drop", "gradient", "reduce", "wait_reduce", "reduced",
+)  # fmt: skip
 # Between these two the rank waits (and, for a reduction, adds what it received): communication, not computation.
 _WAITS = {"gathered": "wait_gather", "reduced": "wait_reduce"}
 
@@ -209,31 +268,62 @@ def _actions(events: Sequence[Event]) -> tuple[tuple[tuple[str, str, str, float]
     raise AssertionError("unreachable: the last event is the end")
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Over which ranks a buffer's parameters lie: ``shards`` in each of ``replicas``, ``span`` ranks apart in all."""
+
+    replicas: int
+    shards: int
+    span: int
+
+
+class _Gradients(NamedTuple):
+    """A whole buffer of gradients, the bytes of a rank's chunk of it, those of its sharded gradient, and its mesh."""
+
+    lease: Lease
+    chunk: int
+    shard: int
+    shape: _Shape
+    mesh: int
+
+
 class _Replay:
     """One bucket's buffers for the new number of ranks: leases of a pool on the meta device, which hold no memory."""
 
-    def __init__(self, name: str, groups: Sequence[_Group], cluster: Cluster, pool: Pool) -> None:
-        ranks = cluster.ranks
-        self.full: list[Lease] = []
-        self.grads: list[Lease] = []
-        self.shards: list[int] = []
+    def __init__(self, name: str, profile: Profile, cluster: Cluster, pool: Pool) -> None:
+        self.full: list[tuple[Lease, _Shape]] = []
+        self.grads: list[_Gradients] = []
+        # Between forward and backward, in groups of so many ranks.
+        self.smaller = 0
+        self.kept: list[Lease] = []
         self.scratch_bytes = 0
         self.scratch: Lease | None = None
         self.home: dict[str, int] = {}
         self.parameter_bytes = self.gradient_bytes = 0
-        for group in groups:
+        for group in profile.groups[name]:
+            replicas, ranks = profile.shape(group, cluster)
+            shape = _Shape(replicas, ranks, (ranks - 1) * group.stride + 1)
+            smaller = profile.smaller.get(name, ranks)
+            if smaller < ranks:
+                if ranks % smaller:
+                    raise ValueError(f"bucket {name!r}: {ranks} ranks have no groups of {smaller}")
+                self.smaller = smaller
             for plan in plan_bucket(group.specs, ranks).buffers:
                 numel = plan.shard * ranks
                 self.parameter_bytes += plan.shard * group.param_itemsize
-                self.full.append(_released(pool, numel * group.full_itemsize, "parameters", name))
+                self.full.append((_released(pool, numel * group.full_itemsize, "parameters", name), shape))
+                if self.smaller:
+                    self.kept.append(_released(pool, numel * group.full_itemsize // self.smaller, "parameters", name))
                 if not group.trainable:
                     continue
-                self.gradient_bytes += plan.shard * group.param_itemsize
-                self.shards.append(plan.shard * group.param_itemsize)
+                shard = plan.shard * group.param_itemsize
+                self.gradient_bytes += shard
                 self.home |= {tensor: len(self.grads) for tensor, _ in plan.starts}
-                self.grads.append(_released(pool, numel * group.reduce_itemsize, "gradients", name))
+                lease = _released(pool, numel * group.reduce_itemsize, "gradients", name)
+                self.grads.append(_Gradients(lease, plan.shard * group.reduce_itemsize, shard, shape, group.mesh))
                 if cluster.gloo:
-                    self.scratch_bytes += plan.shard * (ranks - 1) * group.reduce_itemsize
+                    received = plan.shard * (ranks - 1) * group.reduce_itemsize
+                    self.scratch_bytes += -(-received // 128) * 128
 
 
 def _released(pool: Pool, nbytes: int, label: str, owner: str) -> Lease:
@@ -242,10 +332,15 @@ def _released(pool: Pool, nbytes: int, label: str, owner: str) -> Lease:
     return lease
 
 
+def _release(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        lease.release()
+
+
 def predict(profile: Profile, cluster: Cluster) -> Prediction:
     """The recorded step on ``cluster``."""
     pool = Pool(torch.device("meta"))
-    replays = {name: _Replay(name, groups, cluster, pool) for name, groups in profile.groups.items()}
+    replays = {name: _Replay(name, profile, cluster, pool) for name in profile.groups}
     pool.trim()
     pool.ledger.peak_in_use = 0
 
@@ -258,37 +353,49 @@ def predict(profile: Profile, cluster: Cluster) -> Prediction:
         computed += seconds / cluster.compute_scale
         bucket = replays[name]
         if action == "unshard":
-            for lease in bucket.full:
+            again = any(lease.held for lease in bucket.kept)
+            for lease, shape in bucket.full:
                 lease.acquire()
-                took = cluster.seconds(lease.tensor.numel(), cluster.ranks)
+                nbytes = lease.tensor.numel()
+                took = cluster.seconds(nbytes, *((bucket.smaller,) * 2 if again else (shape.shards, shape.span)))
                 gather_free = max(now, gather_free) + took
                 busy += took
-                collectives.append(("all_gather", name, lease.tensor.numel()))
+                collectives.append(("all_gather", name, nbytes))
             arrives[name] = gather_free
+            _release(bucket.kept)
         elif action == "gathered":
             now = max(now, arrives.get(name, now))
+        elif action == "keep":
+            for lease in bucket.kept:
+                lease.acquire()
+        elif action == "drop":
+            _release(bucket.kept)
         elif action == "reshard":
-            for lease in bucket.full:
-                lease.release()
+            _release([lease for lease, _ in bucket.full])
         elif action == "gradient":
-            bucket.grads[bucket.home[label]].acquire()
+            bucket.grads[bucket.home[label]].lease.acquire()
         elif action == "reduce":
             if bucket.scratch_bytes:
                 bucket.scratch = pool.scratch(bucket.scratch_bytes, name)
-            for lease in bucket.grads:
-                lease.acquire()
-                took = cluster.seconds(lease.tensor.numel(), cluster.ranks)
+            for each in sorted(bucket.grads, key=lambda grads: grads.mesh):
+                each.lease.acquire()
+                nbytes, shape = each.lease.tensor.numel(), each.shape
+                took = cluster.seconds(nbytes, shape.shards, shape.span)
+                collectives.append(("reduce_scatter", name, nbytes))
+                if shape.replicas > 1 and label != "carries":
+                    # A reduction and a gather of the chunk.
+                    took += 2 * cluster.seconds(each.chunk, shape.replicas, shape.replicas * shape.span)
+                    collectives.append(("all_reduce", name, each.chunk))
                 reduce_free = max(now, reduce_free) + took
                 busy += took
-                collectives.append(("reduce_scatter", name, lease.tensor.numel()))
             arrives["reduce " + name] = reduce_free
         elif action == "reduced":
             now = max(now, arrives.get("reduce " + name, now))
-            for lease, shard in zip(bucket.grads, bucket.shards, strict=True):
+            for each in bucket.grads:
                 if label == "stays":
-                    lent.append(lease.lend())
-                    bucket.gradient_bytes += lease.nbytes - shard
-                lease.release()
+                    lent.append(each.lease.lend())
+                    bucket.gradient_bytes += each.lease.nbytes - each.shard
+                each.lease.release()
             if bucket.scratch is not None:
                 bucket.scratch.release()
     return Prediction(

@@ -47,6 +47,11 @@ class Witnesses:
         else:
             self._last = weakref.ref(node)
 
+    @property
+    def are_gone(self) -> bool:
+        """Whether there were any and no graph holds them any more."""
+        return bool(self._first) and all(one() is None for one in self._first)
+
     def will_run(self) -> bool | None:
         """Within a backward: whether it comes to any of them. ``None``: there are none to ask."""
         if not self._first:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
 from fsdp import MixedPrecisionPolicy, fully_shard, memory_report
 from fsdp.hooks import state_of
@@ -15,8 +16,26 @@ from ragged_shard import Block, ParamPolicy
 from tests import cluster
 from tests.models import LanguageModel, loss_of, tokens
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
-def profile_and_counts(reshard_after_forward: bool | None, mixed: bool) -> tuple[Profile, dict[str, Any]]:
+
+def meshes(kind: str, block: int) -> dict[str, Any]:
+    """What ``fully_shard`` is told of the meshes of a block (-1: the root)."""
+    ranks = dist.get_world_size()
+    if "replicas" in kind and block != 2:
+        return {"mesh": cluster.mesh((2, ranks // 2), ("replicate", "shard"))}
+    if kind == "experts":
+        experts = cluster.mesh((ranks // 2, 2), ("dp", "ep"))["dp"]
+        if block == 1:
+            return {"mesh": experts}
+        apart = ShardPlacementResult(None, FSDPMeshInfo(experts, 0))
+        return {"shard_placement_fn": lambda p: apart if block == 2 and p.shape == (24, 70) else None}
+    return {"mesh": cluster.mesh((ranks,))}
+
+
+def profile_and_counts(
+    reshard_after_forward: bool | int | None, mixed: bool, kind: str = "plain"
+) -> tuple[Profile, dict[str, Any]]:
     """A profile of this many ranks, and what they really did in one step after it."""
     torch.manual_seed(0)
     model = LanguageModel(width=24, hidden=70, depth=4)
@@ -26,15 +45,19 @@ def profile_and_counts(reshard_after_forward: bool | None, mixed: bool) -> tuple
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": policy,
     }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    for index, block in enumerate(model.blocks):
+        fully_shard(block, **options, **meshes(kind, index))
+    fully_shard(model, **options, **meshes(kind, -1))
     optimizer = torch.optim.AdamW(model.parameters())
 
     gradients = 0
 
     def step() -> None:
         nonlocal gradients
+        if "late" in kind:
+            model.set_requires_all_reduce(False)
+            loss_of(model, tokens(19, dist.get_rank(), 1)).backward()
+            model.set_requires_all_reduce(True)
         loss_of(model, tokens(19, dist.get_rank(), 0)).backward()
         optimizer.step()
         gradients = memory_report(model).gradients
@@ -52,7 +75,7 @@ def profile_and_counts(reshard_after_forward: bool | None, mixed: bool) -> tuple
     events, pool.timeline = pool.timeline, None
     buckets = state.schedule.buckets
     counted = {
-        "collectives": [(e.action, e.owner, e.nbytes) for e in events if e.action in ("all_gather", "reduce_scatter")],
+        "collectives": [(e.action, e.owner, e.nbytes) for e in events if e.action in COLLECTIVES],
         "parameters": sum(b.live_bytes()["parameters"] for b in buckets),
         "gradients": gradients,
         "held": pool.ledger.held,
@@ -68,12 +91,47 @@ def test_predictions_equal_counts_for_every_pair_of_world_sizes(
     found = {n: cluster.run(n, profile_and_counts, reshard_after_forward, mixed)[0] for n in (1, 2, 3, 4)}
     for profiled in found:
         for ranks, (_, counted) in found.items():
-            prediction = predict(found[profiled][0], Cluster(ranks=ranks, gloo=True))
-            assert list(prediction.collectives) == counted["collectives"]
-            assert prediction.parameter_bytes == counted["parameters"]
-            assert prediction.gradient_bytes == counted["gradients"]
-            assert prediction.buffer_bytes == counted["held"]
-            assert prediction.peak_buffer_bytes == counted["peak"]
+            assert equal(found[profiled][0], Cluster(ranks=ranks, gloo=True), counted)
+
+
+def equal(profile: Profile, cluster: Cluster, counted: dict[str, Any]) -> bool:
+    prediction = predict(profile, cluster)
+    assert list(prediction.collectives) == counted["collectives"]
+    assert prediction.parameter_bytes == counted["parameters"]
+    assert prediction.gradient_bytes == counted["gradients"]
+    assert prediction.buffer_bytes == counted["held"]
+    assert prediction.peak_buffer_bytes == counted["peak"]
+    return True
+
+
+def several_kinds() -> dict[str, tuple[Profile, dict[str, Any]]]:
+    """Replicas, some with a block without and some reduced over late; smaller groups; experts on a mesh of their own,
+    as a bucket and within one.
+    """
+    return {
+        "plain": profile_and_counts(True, True),
+        "replicas": profile_and_counts(True, True, "replicas"),
+        "replicas, late": profile_and_counts(None, False, "replicas, late"),
+        "smaller": profile_and_counts(2, False),
+        "experts": profile_and_counts(True, False, "experts"),
+    }
+
+
+def test_predictions_of_replicas_smaller_groups_and_experts() -> None:
+    found = {ranks: cluster.run(ranks, several_kinds)[0] for ranks in (2, 4)}
+    assert any(what == "all_reduce" for what, *_ in found[4]["replicas"][1]["collectives"])
+    for profiled in found:
+        for kind, (profile, _) in found[profiled].items():
+            for ranks in found:
+                assert equal(profile, Cluster(ranks=ranks, gloo=True), found[ranks][kind][1]), (kind, profiled, ranks)
+    # A profile without replicas has none that one block is without.
+    plain, replicas = found[2]["plain"], found[4]["replicas"]
+    assert predict(plain[0], Cluster(ranks=4, replicas=2)).collectives != replicas[1]["collectives"]
+    assert predict(replicas[0], Cluster(ranks=4, replicas=1)).collectives == tuple(found[4]["plain"][1]["collectives"])
+    with pytest.raises(ValueError, match="choose a multiple of 2"):
+        predict(found[4]["experts"][0], Cluster(ranks=5))
+    with pytest.raises(ValueError, match="no groups of 2"):
+        predict(found[4]["smaller"][0], Cluster(ranks=5))
 
 
 def test_times_obey_the_model_and_reports_name_its_assumptions(tmp_path: Any) -> None:
