@@ -7,9 +7,9 @@ A tensor's views are made once; between uses its storage holds no memory at all:
     lease.acquire()                     a block moves in, from the free list or newly allocated
     ... compute, autograd saves views ...
 
-Swapping (``UntypedStorage._swap_data_ptr_``) costs 0.1 us, allocates nothing and bumps no version counter, so views that
-autograd has saved are right again after the next ``acquire``. The pool grows only when a schedule holds more leases at
-once than ever before; ``Ledger.grown`` counts that.
+Swapping (``UntypedStorage._swap_data_ptr_``) costs 0.1 us, allocates nothing and bumps no version counter, so views
+that autograd has saved are right again after the next ``acquire``. The pool grows only when a schedule holds more
+leases at once than ever before; ``Ledger.grown`` counts that.
 
 A lease may also leave its memory to tensors that outlive it (``lend``, on CPU): the block comes back when nobody refers
 to them any more.
