@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -203,9 +203,11 @@ class State:
         call, watched = self._open.pop()
         self._to_run.discard(module)
         output = self._cast_output(output)
-        if self._reshards():
-            output = self._keep_parameters(output)
-        tensors = list(_differentiable(output)) if torch.is_grad_enabled() else []
+        tensors = list(_tensors(output))
+        if any(map(self._is_own, tensors)) and self._reshards():
+            output = _map_tensors(lambda tensor: tensor.clone() if self._is_own(tensor) else tensor, output)
+            tensors = list(_tensors(output))
+        tensors = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         needs_backward = self._needs_backward(bool(tensors))
         if needs_backward:
             self.schedule.expect(call, self.bucket)
@@ -242,13 +244,8 @@ class State:
         assert self.schedule is not None
         return not (self.is_root or self.schedule.runs_last(self.bucket))
 
-    def _keep_parameters(self, output: Any) -> Any:
-        """Parameters that a module returns, and views of them, are copied: their memory goes when its forward ends."""
-        if any(map(self._is_own, _tensors(output))):
-            return _map_tensors(lambda tensor: tensor.clone() if self._is_own(tensor) else tensor, output)
-        return output
-
     def _is_own(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter of this module, or a view of one, whose memory goes when its forward ends."""
         if type(tensor) is Tensor and not tensor._is_view():
             return False
         return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in self.bucket.full_storages()
@@ -401,36 +398,58 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``tree`` with its tensors changed. Dataclasses (which pytree takes for leaves) are looked into, and copied when
-    anything in them changes.
-    """
+    """``tree`` with its tensors changed. What pytree takes for leaves and is none is copied when it changes."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        if (before := _inside(leaf)) is None:
             return leaf
-        before = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-        after = {name: _map_tensors(change, value) for name, value in before.items()}
-        if all(a is b for a, b in zip(tree_iter(list(before.values())), tree_iter(list(after.values())), strict=True)):
-            return leaf
-        copied = copy.copy(leaf)
-        frozen = type(leaf).__dataclass_params__.frozen  # type: ignore[attr-defined]  # of every dataclass
-        for name, value in after.items():
-            (object.__setattr__ if frozen else setattr)(copied, name, value)
-        return copied
+        after = [_map_tensors(change, value) for value in before]
+        same = all(a is b for a, b in zip(tree_iter(before), tree_iter(after), strict=True))
+        return leaf if same else _rebuilt(leaf, after)
 
     return tree_map(of_leaf, tree)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of ``tree``; dataclasses (which pytree takes for leaves) are looked into."""
+    """The tensors of ``tree``."""
     for leaf in tree_iter(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name, None))
+        elif (values := _inside(leaf)) is not None:
+            yield from _tensors(values)
+
+
+def _inside(leaf: Any) -> list[Any] | None:
+    """What a leaf of pytree's holds: a dataclass, a set, or one of a subclass of dict, list or tuple (a packed
+    sequence).
+    """
+    if leaf is None or isinstance(leaf, (bool, int, float, str, type)):
+        return None
+    if dataclasses.is_dataclass(leaf):
+        return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    if isinstance(leaf, MutableMapping):
+        return list(leaf.values())
+    return list(leaf) if isinstance(leaf, (list, tuple, set, frozenset)) else None
+
+
+def _rebuilt(leaf: Any, values: list[Any]) -> Any:
+    """A copy of ``leaf`` that holds these values instead of those that ``_inside`` found."""
+    if isinstance(leaf, tuple) and not dataclasses.is_dataclass(leaf):
+        return type(leaf)(*values) if hasattr(leaf, "_fields") else type(leaf)(values)
+    if isinstance(leaf, (set, frozenset)):
+        return type(leaf)(values)
+    copied = copy.copy(leaf)
+    if dataclasses.is_dataclass(leaf):
+        frozen = cast(Any, type(leaf)).__dataclass_params__.frozen
+        for field, value in zip(dataclasses.fields(leaf), values, strict=True):
+            (object.__setattr__ if frozen else setattr)(copied, field.name, value)
+    elif isinstance(leaf, MutableMapping):
+        copied.update(zip(leaf, values, strict=True))
+    else:
+        copied[:] = values
+    return copied
 
 
 def _wanting(inputs: Any) -> dict[int, Tensor]:

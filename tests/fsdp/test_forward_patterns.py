@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -603,6 +604,57 @@ def test_dtypes_of_inputs_outputs_and_gradients() -> None:
         first, second = seen[:4], seen[4:]
         assert first == [inside, torch.bfloat16, torch.float64, {torch.float32}]
         assert second == [inside, torch.float32, torch.float64, {torch.float32}]
+
+
+class Attributes(dict):
+    """A dict as configurations and model outputs subclass it."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Recurrent(nn.Module):
+    """Blocks whose outputs pytree takes for leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.subclass, self.set = Packed(), Subclass(), Set()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed(pack_sequence([x, x[1:]]))
+        (last,) = self.set(self.subclass(Attributes(y=packed.data)).y)
+        return self.head(last)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: PackedSequence) -> PackedSequence:
+        return self.cell(x)[0]
+
+
+class Subclass(Mlp):
+    def forward(self, x: Attributes) -> Attributes:
+        return Attributes(y=super().forward(x.y))
+
+
+class Set(Mlp):
+    def forward(self, x: Tensor) -> set[Tensor]:
+        return {super().forward(x)}
+
+
+def subclasses() -> list[str]:
+    found = train(Recurrent, squares, partial(shard_children, reshard_after_forward=True), tolerance=1e-6)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = shard_children(Recurrent(), mp_policy=policy)
+    kinds = [type(model.packed(pack_sequence([data()]))), type(model.subclass(Attributes(y=data())))]
+    return found + ([] if kinds == [PackedSequence, Attributes] else [f"became {kinds}"])
+
+
+def test_subclasses_of_containers() -> None:
+    check(2, subclasses)
 
 
 @dataclasses.dataclass(frozen=True)
