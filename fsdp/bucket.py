@@ -555,7 +555,7 @@ class Bucket:
     def _gradient_came(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
         task = self.enter_backward()
         # A WeightParameter's attributes go through __torch_function__ otherwise.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), _unrecorded():
             self._take_gradient(buffer, index, full)
         self.outstanding[task] -= 1
         if self.outstanding[task] == 0:
@@ -584,15 +584,16 @@ class Bucket:
         state.written = state.used = True
 
     def _open_gradients(self, buffer: FlatBuffer, index: int) -> DBuffer:
+        full_grads = buffer.full_grads
+        if full_grads is not None and full_grads.held:
+            return full_grads
         assert self.pool is not None
-        if buffer.full_grads is None or not buffer.full_grads.held:
-            # Before anything is made: a new lease takes memory, which what this finishes may be about to give back.
-            self.on_open()
-            self._note("gradient", buffer.parameters[index].name)
+        # Before anything is made: a new lease takes memory, which what this finishes may be about to give back.
+        self.on_open()
+        self._note("gradient", buffer.parameters[index].name)
         full_grads = buffer.make_grads(self.pool, self.reduce_dtype, self.name)
-        if full_grads.acquire():
-            full_grads.zero_gaps_()
-        return full_grads
+        full_grads.acquire()
+        return full_grads.zero_gaps_()
 
     def _gradient_place(self, buffer: FlatBuffer, index: int) -> Tensor | None:
         """Where a weight gradient may be computed: its view, unless an earlier micro-batch's sum lies there."""
@@ -953,6 +954,14 @@ class Bucket:
 
     def numel(self) -> int:
         return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
+
+
+_NOTHING = nullcontext()
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """No graph is made of what runs in it. Only ``create_graph=True`` lets hooks of a backward record at all."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def _gradient_came(bucket: weakref.ref[Bucket], position: int, index: int, full: Tensor) -> None:
