@@ -487,7 +487,7 @@ class Bucket:
 
     def _finish_extended(self) -> None:
         assert self.pool is not None
-        with torch.inference_mode(False), torch.no_grad():
+        with untransformed(), torch.inference_mode(False), torch.no_grad():
             for buffer in self._extended:
                 buffer.finish_gather(self.pool, self.name)
             self._hook_gradients()
