@@ -66,5 +66,13 @@ extern "C" KERNEL void ragged_muon_direction(float* __restrict buf, const float*
 
 // p = p * shrink + alpha * u
 extern "C" KERNEL void ragged_muon_apply(float* __restrict p, const uint16_t* __restrict u, int64_t n, float shrink, float alpha) {
-  for (int64_t i = 0; i < n; ++i) p[i] = __builtin_fmaf(alpha, as_float(static_cast<uint32_t>(u[i]) << 16), p[i] * shrink);
+  const auto one = [&](int64_t i) __attribute__((always_inline)) {
+    p[i] = __builtin_fmaf(alpha, as_float(static_cast<uint32_t>(u[i]) << 16), p[i] * shrink);
+  };
+  int64_t start = 0;
+  for (; start + STRIP <= n; start += STRIP) {
+    for (int64_t i = start; i < start + STRIP; i += 16) __builtin_prefetch(p + i + AHEAD, 1);
+    for (int64_t i = start; i < start + STRIP; ++i) one(i);
+  }
+  for (int64_t i = start; i < n; ++i) one(i);
 }
