@@ -69,6 +69,9 @@ class BucketParameter:
     accumulates: bool = False
     used: bool = False
 
+    def is_shown_as(self, tensor: Tensor) -> bool:
+        return tensor is self.sharded or tensor is self.full
+
 
 class FlatBuffer:
     """The four DBuffers of one ``BufferPlan`` of a bucket, made when they are first needed."""
@@ -859,13 +862,13 @@ class Bucket:
             for module, attribute in p.places
         ]
 
-    def take_up_changes(self) -> None:
+    def take_up_changes(self, others: Sequence[Bucket] = ()) -> None:
         """Between iterations: what was done to modules that are no FSDPModules themselves (``model.head.to(...)``,
         ``to_empty``, ``load_state_dict(assign=True)``, another parameter assigned), so that the parameters that
         compute, those that are shown and those that an optimizer trains are the same.
 
-        Raises ``RuntimeError`` where that cannot be: a parameter removed, or of another shape, or of another dtype or
-        device than those in its buffer.
+        ``others``: the buckets of the model. Raises ``RuntimeError`` where that cannot be: a parameter removed, or of
+        another shape, or of another dtype or device than those in its buffer, or tied to one of another bucket.
         """
         if self.is_unsharded:
             self.take_up_changes_of_gathered()
@@ -877,7 +880,9 @@ class Bucket:
                     break
             else:
                 return
-        self.adopt_assigned()
+        for parameter, other in self.adopt_assigned(others):
+            if buffer_of(other) is None:
+                supersede(other, parameter.name, ASSIGNED)
         self.rehome()
         for buffer in self.buffers:
             if not buffer.extended and not buffer.is_home:
@@ -914,30 +919,41 @@ class Bucket:
                     parameter.sharded.requires_grad_(full.requires_grad)
                     parameter.trains = full.requires_grad
 
-    def adopt_assigned(self) -> None:
-        """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered."""
-        assigned = False
-        for home, parameter in [(buffer.device, p) for buffer in self.buffers for p in buffer.parameters]:
-            for module, attribute in parameter.places:
-                other = module._parameters.get(attribute)
-                if other is parameter.sharded or (other is not None and other is parameter.full):
-                    continue
-                _refuse_unfit(parameter, module, other)
-                assert other is not None
-                if not assigned:
-                    self.reshard()
-                    assigned = True
-                spec = parameter.sharded._spec  # type: ignore[attr-defined]
-                if isinstance(other, DTensor):
-                    value = other.redistribute(placements=spec.placements)
-                else:
-                    value = distribute_tensor(other.detach(), spec.mesh, spec.placements, src_data_rank=None)
-                _take_values(parameter.sharded, value.detach(), home)
-                parameter.sharded.requires_grad_(other.requires_grad)
-                module._parameters[attribute] = parameter.sharded
-                supersede(other, parameter.name, ASSIGNED)
-        if assigned:
-            self.rehome()
+    def adopt_assigned(self, others: Sequence[Bucket] = ()) -> list[tuple[BucketParameter, nn.Parameter]]:
+        """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered. One of
+        this bucket's own is tied. Returns what was assigned to each parameter.
+        """
+        changes = [
+            (parameter, place, other)
+            for parameter in self.parameters
+            for place in parameter.places
+            if (other := place[0]._parameters.get(place[1])) is None
+            or not (other is parameter.sharded or other is parameter.full)
+        ]
+        if not changes:
+            return []
+        adopted = []
+        for parameter, (module, _), other in changes:
+            adopted.append((parameter, _fitting(parameter, module, other, [o for o in others if o is not self])))
+        self.reshard()
+        for (parameter, other), (_, place, _) in zip(adopted, changes, strict=True):
+            module, attribute = place
+            if (own := next((p for p in self.parameters if p.is_shown_as(other)), None)) is not None:
+                parameter.places.remove(place)
+                own.places.append(place)
+                module._parameters[attribute] = own.sharded
+                continue
+            spec = parameter.sharded._spec  # type: ignore[attr-defined]
+            if isinstance(other, DTensor):
+                value = other.redistribute(placements=spec.placements)
+            else:
+                value = distribute_tensor(other.detach(), spec.mesh, spec.placements, src_data_rank=None)
+            home = next(buffer.device for buffer in self.buffers if parameter in buffer.parameters)
+            _take_values(parameter.sharded, value.detach(), home)
+            parameter.sharded.requires_grad_(other.requires_grad)
+            module._parameters[attribute] = parameter.sharded
+        self.rehome()
+        return adopted
 
     def full_storages(self) -> set[int]:
         """The memory of the unsharded parameters, by its ``_cdata``."""
@@ -1009,8 +1025,10 @@ def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:
     return gradient.redistribute(placements=placements).to_local()
 
 
-def _refuse_unfit(parameter: BucketParameter, module: nn.Module, other: nn.Parameter | None) -> None:
-    """What stands in a module in the place of a sharded parameter cannot be its new value."""
+def _fitting(
+    parameter: BucketParameter, module: nn.Module, other: nn.Parameter | None, others: Sequence[Bucket]
+) -> nn.Parameter:
+    """What stands in a module in the place of a sharded parameter, if it can be its new value."""
     what = f"parameter {parameter.name!r} of shape {tuple(parameter.sharded.shape)}"
     if other is None:
         raise RuntimeError(f"{what} was removed from its {type(module).__name__} after fully_shard; remove it before")
@@ -1019,6 +1037,13 @@ def _refuse_unfit(parameter: BucketParameter, module: nn.Module, other: nn.Param
             f"{what} was replaced after fully_shard by one of shape {tuple(other.shape)}; replace it before, or shard "
             f"a module of its own"
         )
+    for bucket in others:
+        if (tied := next((p for p in bucket.parameters if p.is_shown_as(other)), None)) is not None:
+            raise RuntimeError(
+                f"{what} was tied after fully_shard to {tied.name!r} of {bucket.name!r}, which is gathered and reduced "
+                f"at other times; tie them before, and pass both modules in one list or to the call on their parent"
+            )
+    return other
 
 
 def _take_values(sharded: nn.Parameter, value: Tensor, home: torch.device) -> None:

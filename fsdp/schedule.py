@@ -110,7 +110,7 @@ class Schedule:
         if torch.is_grad_enabled():
             witnesses_of(self._forward().witnesses)
         for bucket in self.buckets:
-            bucket.take_up_changes()
+            bucket.take_up_changes(self.buckets)
             if not (bucket.pinned or bucket.keeps_unsharded):
                 bucket.reshard()
         self._last_sequence, self._sequence = self._sequence, []

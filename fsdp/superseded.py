@@ -4,10 +4,11 @@ without a word.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -43,9 +44,17 @@ def supersede(tensor: Tensor, name: str, kind: str) -> None:
 
 
 def name_of_superseded(tensor: Tensor) -> str | None:
-    """The name of the parameter that ``tensor`` was, if it is none any more."""
-    found = _superseded.get(tensor)
-    return None if found is None else found[0]
+    """The name of the parameter that ``tensor`` was, if ``fully_shard`` has replaced it."""
+    name, kind = _superseded.get(tensor, (None, UNSHARDED))
+    return name if kind is UNSHARDED else None
+
+
+def _is_of_a_module(tensor: Tensor) -> bool:
+    """Whether another module has it, whose values were assigned. Looks at all objects; few optimizers need it, once."""
+    for one in gc.get_objects():
+        if issubclass(type(one), nn.Module) and any(tensor is p for p in one.__dict__.get("_parameters", {}).values()):
+            return True
+    return False
 
 
 def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
@@ -57,6 +66,8 @@ def _refuse_superseded(optimizer: Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             if (found := _superseded.get(parameter)) is not None:
                 name, kind = found
+                if kind is ASSIGNED and _is_of_a_module(parameter):
+                    continue
                 raise RuntimeError(f"{type(optimizer).__name__} {kind.format(name=name)}")
     _checked[optimizer] = (count, _count)
 

@@ -77,12 +77,17 @@ def frozen_while_gathered(model: Model) -> None:
     model.block.up.requires_grad_(False)
 
 
+def tied(model: Model) -> None:
+    model.norm.bias = model.norm.weight
+
+
 CHANGES: dict[str, Callable[[Model], object]] = {
     "a child rounded": rounded,
     "load_state_dict(assign=True) of a child": assigned_by_child,
     "another parameter": another_parameter,
     "another parameter while gathered": another_while_gathered,
     "frozen while gathered": frozen_while_gathered,
+    "tied": tied,
 }
 
 
@@ -120,6 +125,30 @@ def frozen_before_backward() -> list[str]:
 
 def test_freezing_between_forward_and_backward_lasts() -> None:
     assert cluster.run(2, frozen_before_backward) == [[], []]
+
+
+def borrowed() -> list[str]:
+    """Parameters of another model are given: that one trains on, and this one has the values and memory of its own."""
+    found = []
+    for source in twins(Model, shard):
+        with torch.no_grad():
+            source.head.bias.add_(1)
+        optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+        target, _ = twins(Model, shard)
+        target.head.load_state_dict(dict(source.head.named_parameters()), assign=True)
+        target.block.load_state_dict(dict(source.block.named_parameters()), assign=True)
+        before = target(data()).detach().clone()
+        if not torch.equal(before, source(data())):
+            found.append("other values")
+        squares(source).backward()
+        optimizer.step()
+        if not torch.equal(target(data()), before):
+            found.append("the same memory")
+    return found
+
+
+def test_parameters_of_another_model_stay_its_own() -> None:
+    assert cluster.run(2, borrowed) == [[], []]
 
 
 def test_what_happened_to_a_child_is_taken_up() -> None:
@@ -219,9 +248,13 @@ def half_on_meta(model: Model) -> None:
     model.norm.to_empty(device="meta")
 
 
+def tied_across_buckets(model: Model) -> None:
+    model.norm.weight = model.block.down.bias
+
+
 def refused() -> list[str]:
     found = []
-    for change in (removed, of_another_shape, of_another_dtype, half_on_meta):
+    for change in (removed, of_another_shape, of_another_dtype, half_on_meta, tied_across_buckets):
         model = shard(Model())
         change(model)
         found.append(message(lambda model=model: model(data())))
@@ -241,10 +274,11 @@ def refused() -> list[str]:
 
 
 def test_what_cannot_be_taken_up_is_an_error_that_names_the_parameter() -> None:
-    for gone, shape, dtype, meta, optimizer, *lost in cluster.run(2, refused):
+    for gone, shape, dtype, meta, tie, optimizer, *lost in cluster.run(2, refused):
         assert "'head.bias' of shape (5,) was removed from its Linear" in gone
         assert "'head.weight' of shape (5, 8) was replaced" in shape and "(7, 8)" in shape
         assert "'norm.weight': ('torch.float64'" in dtype and "convert" in dtype
         assert "'norm.weight': ('torch.float32', 'meta')" in meta and "materialise" in meta
+        assert "'norm.weight'" in tie and "was tied after fully_shard to 'down.bias' of 'block'" in tie
         assert "SGD holds the tensor that was assigned to 'norm.weight'" in optimizer
         assert len(lost) == 3 and all("head.weight" in one and "changed in place while" in one for one in lost)

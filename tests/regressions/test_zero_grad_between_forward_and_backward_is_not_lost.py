@@ -57,4 +57,4 @@ def optimizer_built_too_late() -> str:
 
 def test_an_optimizer_of_gathered_parameters_is_refused() -> None:
     for message in cluster.run(2, optimizer_built_too_late):
-        assert "SGD holds a gathered parameter" in message and "before the first forward" in message
+        assert "SGD holds the gathered parameter 'head'" in message and "before the first forward" in message
