@@ -287,21 +287,29 @@ class Exchange:
         # Buffers that no transfer uses, by dtype.
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
-    def agree(self, grads: Sequence[Tensor | None], params: Sequence[Tensor], finite: Sequence[bool]) -> None:
-        """Raise the same error on every rank when a parameter that moves has a gradient on some ranks only.
+    def agree(
+        self, grads: Sequence[Tensor | None], params: Sequence[Tensor], finite: Sequence[bool], refused: str
+    ) -> str:
+        """Why no rank can make this step: a parameter that moves has a gradient on some ranks only, or some rank has
+        ``refused`` a gradient, here or elsewhere; the same on every rank, and empty where all is well.
 
         ``grads``, ``params``: local, and whether the gradients here are ``finite``, one for each of ``self.voting``.
-        One all-reduce of three bytes per parameter.
+        One all-reduce of four bytes per parameter.
         """
         self.spoilt = set()
         if not self.voting:
-            return
+            return refused
         # A rank that holds nothing of a parameter has no say.
         has = [grad is not None or param.numel() == 0 for grad, param in zip(grads, params, strict=True)]
         lacks = [grad is None or param.numel() == 0 for grad, param in zip(grads, params, strict=True)]
-        votes = torch.tensor([has, lacks, list(finite)], dtype=torch.uint8, device=params[0].device)
+        taken = [not refused] * len(has)
+        votes = torch.tensor([has, lacks, list(finite), taken], dtype=torch.uint8, device=params[0].device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
-        all_have, all_lack, all_finite = votes.tolist()
+        all_have, all_lack, all_finite, all_taken = votes.tolist()
+        if not all(all_taken):
+            said: list[str] = [""] * self.size
+            dist.all_gather_object(said, refused, group=self.group)
+            return next(filter(None, said))
         self.spoilt = {param for param, yes in zip(self.voting, all_finite, strict=True) if not yes}
         self.present = {param for param, yes in zip(self.voting, all_have, strict=True) if yes} - self.spoilt
         split = [
@@ -311,12 +319,13 @@ class Exchange:
         ]
         if split:
             names = ", ".join(repr(name) for name in split[:5]) + (", ..." if len(split) > 5 else "")
-            raise RuntimeError(
+            return (
                 f"{len(split)} parameter(s) under a matrix rule have a gradient on some ranks and None on others: "
                 f"{names}. Their matrices are gathered from all ranks, so all must have one: use the parameter on "
                 "every rank (multiply by 0 where it is not needed), or set its gradient to None everywhere before "
                 "step()"
             )
+        return ""
 
     def run(self, lives: Sequence[Live]) -> None:
         """Update every parameter of ``lives`` (those of this group that have a gradient, in the same order on all

@@ -308,7 +308,8 @@ class RaggedOptimizer(Optimizer):
     def explain(self) -> Explanation:
         """Who updates what, which rank owns which matrix, and what each rank has to do for the matrices."""
         self._complete_states()
-        rows, work = [], []
+        rows: list[Row] = []
+        loads: dict[str, tuple[float, int]] = {}
         for name, param, group in self.named_entries():
             of = self._matrix_params.get(param)
             state = self.state.get(param, {}).values()
@@ -324,13 +325,15 @@ class RaggedOptimizer(Optimizer):
                     owners=() if of is None or of.layout.group is None else tuple(of.owners),
                 )
             )
-            if of is not None:
-                work += [(of.job(index), owner) for index, owner in enumerate(of.owners)]
-        loads = [[0.0, 0] for _ in range(1 + max((owner for _, owner in work), default=-1))]
-        for job, owner in work:
-            loads[owner][0] += job.flops
-            loads[owner][1] += 2 * (sum(job.held) - job.held[owner])
-        return Explanation(tuple(rows), tuple((flops, int(moved)) for flops, moved in loads))
+            if of is None:
+                continue
+            ranks = None if of.layout.group is None else dist.get_process_group_ranks(of.layout.group)
+            for index, owner in enumerate(of.owners):
+                job, who = of.job(index), "every rank" if ranks is None else f"rank {ranks[owner]}"
+                flops, moved = loads.get(who, (0.0, 0))
+                loads[who] = flops + job.flops, moved + 2 * (sum(job.held) - job.held[owner])
+        in_order = sorted(loads, key=lambda who: (len(who), who))
+        return Explanation(tuple(rows), tuple((who, *loads[who]) for who in in_order))
 
     # ---- state --------------------------------------------------------------------------------------------------
 
@@ -440,16 +443,23 @@ class RaggedOptimizer(Optimizer):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _update(self) -> None:
         entries = self._up_to_date_entries()
+        wrong = ""
         for entry in entries:
-            entry.grad = entry.local_grad()
+            try:
+                entry.grad = entry.local_grad()
+            except RuntimeError as error:
+                entry.grad, wrong = None, wrong or str(error)
         exchanges = self._plan_exchanges()
         by_matrices = {entry.of: entry for entry in entries if entry.of is not None}
         spoilt = {of for of, entry in by_matrices.items() if not entry.is_finite()}
         for exchange in exchanges:
             voting = [by_matrices[of] for of in exchange.voting]
             finite = [entry.of not in spoilt for entry in voting]
-            exchange.agree([entry.grad for entry in voting], [local(entry.param) for entry in voting], finite)
+            grads, params = [entry.grad for entry in voting], [local(entry.param) for entry in voting]
+            wrong = exchange.agree(grads, params, finite, wrong)
             spoilt |= exchange.spoilt
+        if wrong:
+            raise RuntimeError(wrong)
         for of, entry in by_matrices.items() if spoilt else ():
             if of not in spoilt:
                 continue

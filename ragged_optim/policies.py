@@ -248,8 +248,8 @@ class Explanation:
     """Who updates what. ``str()`` is a plain table; rich prints a coloured one."""
 
     rows: tuple[Row, ...]
-    # FLOPs and bytes to move per rank and step, for matrix rules.
-    loads: tuple[tuple[float, int], ...] = ()
+    # Who does it, its FLOPs and bytes to move in a step, for matrix rules; of the ranks that share matrices with this.
+    loads: tuple[tuple[str, float, int], ...] = ()
 
     COLUMNS: ClassVar[tuple[str, ...]] = ("parameter", "shape", "rule", "lr", "state bytes here", "owner", "")
 
@@ -271,8 +271,8 @@ class Explanation:
             counts[row.rule] = number + 1, elements + math.prod(row.shape)
         lines = [f"{rule}: {number} parameters, {elements:,} elements" for rule, (number, elements) in counts.items()]
         lines += [
-            f"rank {rank}: {flops:.3g} FLOPs of matrix updates, {moved:,} bytes gathered and scattered a step"
-            for rank, (flops, moved) in enumerate(self.loads)
+            f"{who}: {flops:.3g} FLOPs of matrix updates, {moved:,} bytes gathered and scattered a step"
+            for who, flops, moved in self.loads
         ]
         return lines
 

@@ -400,13 +400,13 @@ def encode_tiles(
     return spoilt
 
 
-def report(spoilt: Sequence[tuple[int, int]], of: str, name: str) -> None:
+def report(spoilt: Sequence[tuple[int, int]], of: str, name: str, note: str = "") -> None:
     """Warn of a gradient of parameter ``name`` that is not finite: in which tiles or elements (``of``)."""
     if spoilt:
         places = ", ".join(f"(row {row}, column {column})" for row, column in spoilt[:5])
         warnings.warn(
             f"non-finite gradient of parameter {name!r} in {len(spoilt)} {of}, at {places}"
-            f"{', ...' if len(spoilt) > 5 else ''}; the states of all other elements are unharmed",
+            f"{', ...' if len(spoilt) > 5 else ''}; the states of all other elements are unharmed{note}",
             RuntimeWarning,
             stacklevel=3,
         )

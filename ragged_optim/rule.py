@@ -138,8 +138,8 @@ class BlockwiseRule(Rule):
 
     @abstractmethod
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
-        """Update ``param`` (in its local shape: the elements ``extent`` of the flattened global tensor) and ``state`` in
-        place.
+        """Update ``param`` (the elements ``extent`` of the flattened global tensor, in its local shape) and ``state``
+        in place.
         """
 
 

@@ -2,7 +2,7 @@
 
     m = beta1 m + (1 - beta1) g                      Adam:   g += weight_decay p, before
     v = beta2 v + (1 - beta2) g^2                    AdamW:  p *= 1 - lr weight_decay, before
-    p -= lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
+    p -= lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)       amsgrad: with the largest v so far
 
 Elementwise, so it runs on whatever lies here: local tensors, or the flat shard of a bucket at once; by torch's fused
 kernel, or on the CPU by one with the same bits that is less bound by memory (kernels/adamw.cpp).

@@ -194,7 +194,8 @@ def _plain(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: _Step, *, sk
     """
     if step.l2:
         grad = grad.add(param, alpha=step.l2)
-    bad = None if bool(grad.isfinite().all()) else ~grad.isfinite()
+    # A sum that is finite is one of finite numbers, and the cheapest look at them.
+    bad = None if math.isfinite(float(grad.sum())) else ~grad.isfinite()
     if bad is not None:
         grad = grad.masked_fill(bad, 0.0)
     m.lerp_(grad, 1 - step.beta1)
@@ -455,9 +456,8 @@ def _chunk(
 
 def _report(bad: list[int], extent: Extent, segment: q.Segment, across: int, tiles: q.Tiling) -> None:
     places = [(segment.row + tile // across * tiles.height, tile % across * tiles.width) for tile in bad]
-    # A gradient whose square no code of v can hold is as good as infinite.
-    of = f"tile(s) of {tiles.height} x {tiles.width} (or one above 1e9 that is too large for them)"
-    q.report(places, of, extent.name)
+    note = " (a gradient is as good as infinite where no code of v can hold its square)"
+    q.report(places, f"tile(s) of {tiles.height} x {tiles.width}", extent.name, note)
 
 
 def _round_stochastically(param: Tensor, work: Tensor, tiles: q.Tiling, extent: Extent, seeds: tuple[int, ...]) -> None:

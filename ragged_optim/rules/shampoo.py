@@ -2,9 +2,13 @@
 
     L = beta2 L + (1 - beta2) G G^T          R = beta2 R + (1 - beta2) G^T G          beta2 = 1: sums
     m = beta1 m + (1 - beta1) G              v = beta2 v + (1 - beta2) G^2
-    U = L^(-1/4) m R^(-1/4)                  new roots every ``precondition_frequency`` steps
-    U = U |A| / |U|                          A = m / (sqrt(v) + eps): the step Adam would take
+    m', v', L', R' = m / (1 - beta1^t), v / (1 - beta2^t), ...                        beta2 = 1: v, L, R themselves
+    U = (L' + e)^(-1/4) m' (R' + e)^(-1/4)   e: ``preconditioner_eps``; new roots every ``precondition_frequency`` steps
+    U = U |A| / |U|                          A = m' / (sqrt(v') + eps): the step Adam would take
     p *= 1 - lr weight_decay,  p -= lr U     on the shard
+
+Before ``start_preconditioning_step`` U = A. ``grafting="sgd"``: A = m'; ``None``: U is taken as it is, and is m' before
+that step.
 
 Everything but the last line happens at the owner of the matrix, on the whole matrix, so a step is the same for every
 world size. A matrix larger than ``max_preconditioner_dim`` is cut into blocks that are preconditioned by themselves.

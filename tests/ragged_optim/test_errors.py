@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -152,6 +154,16 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         optimizer.step()
 
 
+def test_parameters_on_the_meta_device_take_neither_gradient_nor_state() -> None:
+    param, other = nn.Parameter(torch.empty(2, 2, device="meta")), parameter(2, 2)
+    optimizer, saved = ragged_optim.AdamW([("w", param)]), ragged_optim.AdamW([("w", other)])
+    with pytest.raises(ValueError, match="'w' is on the meta device: load its state when it is materialised"):
+        optimizer.load_state_dict(saved.state_dict())
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="'w' is on the meta device and has a gradient: materialise it"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -201,6 +213,13 @@ def on_ranks(kind: str) -> str:
             param = nn.Parameter(shard(full((4, 4), 0), "shard0", mesh))
             optimizer = ragged_optim.AdamW([("p", param)])
             param.grad = shard(full((4, 4), 0), "replicate", mesh)
+            optimizer.step()
+        elif kind == "sparse":
+            matrix, table = nn.Parameter(shard(full((4, 6), 0), "shard0", mesh)), parameter(4, 3)
+            optimizer = ragged_optim.Muon([("w.weight", matrix), ("embed.weight", table)])
+            matrix.grad, table.grad = shard(full((4, 6), 1), "shard0", mesh), torch.ones(4, 3)
+            if torch.distributed.get_rank() == 1:
+                table.grad = table.grad.to_sparse()
             optimizer.step()
         elif kind == "tile":
             param = nn.Parameter(shard(full((33, 4), 0), "shard0", mesh))
@@ -268,6 +287,7 @@ class Tiles(ragged_optim.BlockwiseRule):
     [
         ("partial", "parameter 'p' is P(sum) on mesh dim 0: redistribute it before"),
         ("gradient", "redistribute the gradient to the parameter's placements"),
+        ("sparse", "the gradient of parameter 'embed.weight' is sparse"),  # on one rank alone
         ("tile", "a rank boundary at element 68 cuts the block of elements 0 to 128. Shard it with fsdp.fully_shard"),
     ],
 )
@@ -384,3 +404,19 @@ def test_states_that_init_does_not_name_are_refused() -> None:
     param.grad = full((3, 4), 1)
     with pytest.raises(ValueError, match="rule 'making' has made or removed states; its init"):
         optimizer.step()
+
+
+def test_the_rule_that_the_docs_write_runs_as_it_stands_there() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SpectralSign" in block)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    names: dict[str, Any] = {"torch": torch, "ParamPolicy": ParamPolicy, "policies": policies, "model": model}
+    exec(code, names)
+    optimizer = names["optimizer"]
+    assert {group["rule"] for group in optimizer.param_groups} == {"spectral_sign", "adamw"}
+    start = model[0].weight.detach().clone()
+    model[0].weight.grad = torch.outer(torch.ones(6), torch.arange(8.0))
+    optimizer.step()
+    singular = torch.linalg.svdvals(start - model[0].weight.detach())
+    torch.testing.assert_close(singular[:2], torch.tensor([0.02, 0.0]), rtol=1e-4, atol=1e-6)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

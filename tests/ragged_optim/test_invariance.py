@@ -56,7 +56,7 @@ def test_worlds_1_to_4_and_all_layouts_end_alike(name: str, options: dict[str, A
 
 
 @given(
-    name=st.sampled_from(["AdamW", "Muon"]),
+    name=st.sampled_from(["AdamW", "Muon", "SGD", "Lion", "NorMuon", "Shampoo", "SOAP"]),
     shapes=st.lists(SHAPES, min_size=1, max_size=5),
     world=st.integers(1, 4),
     layout=st.sampled_from(LAYOUTS),
@@ -74,6 +74,7 @@ def test_any_shapes_cuts_and_missing_gradients(
     lacking: list[tuple[int, int]],
 ) -> None:
     arguments = {"steps": 2, "seed": seed, "dtype": dtype, "lacking": lacking}
+    arguments |= {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
     expected = run(name, shapes, **arguments)
     for got in cluster.run(world, run, name, shapes, layout, **arguments):
         assert got == expected

@@ -196,6 +196,7 @@ def test_explain_shows_every_parameter_rule_and_state_as_text_and_as_a_rich_tabl
     for part in ("0.weight", "16x8", "muon", "0.02", "512", "0.bias", "adamw", "muon: 2 parameters, 192 elements"):
         assert part in text
     assert [row.state_bytes for row in explanation.rows] == [512, 256, 2 * 64 + 4, 2 * 16 + 4]
+    assert [who for who, _, _ in explanation.loads] == ["every rank"]
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(explanation)

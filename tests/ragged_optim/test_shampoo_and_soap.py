@@ -74,7 +74,7 @@ def test_shampoo_equals_its_formula(frequency: int, delay: int, grafting: str | 
         param.grad = grad.clone()
         optimizer.step()
     # The first step's factors have rank 5 of 6: roots of a zero eigenvalue amplify rounding, but along no gradient.
-    torch.testing.assert_close(param.double(), expected, rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(param.double(), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_blocks_are_preconditioned_by_themselves() -> None:
@@ -144,7 +144,7 @@ def test_soap_equals_its_formula(frequency: int) -> None:
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
-    torch.testing.assert_close(param.double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(param.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_soap_leaves_a_long_side_alone() -> None:
