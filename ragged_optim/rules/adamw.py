@@ -53,9 +53,14 @@ class AdamWRule(ElementwiseRule):
         self.update_all([param], [grad], [state], group)
 
     def update_all(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
+        torch._foreach_add_([state["step"] for state in states], 1)
+        # Of a sharded model most small parameters lie elsewhere.
+        rows = [row for row in zip(params, grads, states, strict=True) if row[0].numel()]
+        if not rows:
+            return
+        params, grads, states = map(list, zip(*rows, strict=True))
         steps = [state["step"] for state in states]
         moments = {key: [state[key] for state in states] for key in states[0] if key != "step"}
-        torch._foreach_add_(steps, 1)
         # The kernel wants one dtype, the wider of parameter and moments, and one memory layout, that of the moments:
         # what is narrower is rounded once, at the end.
         works = [
@@ -161,8 +166,7 @@ def whole_vectors(columns: list[list[Tensor]]) -> Iterator[tuple[list[list[Tenso
 def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if tensor.numel():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(i)
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(i)
     return list(kinds.values())
 
 
