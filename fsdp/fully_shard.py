@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp.agree import agree
+from fsdp.agree import agree, tell
 from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
 from fsdp.extension import ExtendedBuffer, chunk_numel, is_extended, local_shard
 from fsdp.hooks import State, state_of
@@ -115,24 +115,24 @@ def fully_shard(
         TypeError: no module, no mesh, a policy that returns no ParamPolicy.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [cast(nn.Module, module)]
-    wrong: Exception | None = None
     given: object = mesh
     if given is not None and not isinstance(given, DeviceMesh):
         wrong = TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh('cuda', (8,)), got {given!r}")
         if not dist.is_initialized():
             raise wrong
-        # Other ranks may have passed a mesh, and wait to compare notes: most likely over all ranks.
-        mesh = None
+        # Other ranks may have passed a mesh, and wait to compare notes.
+        tell(wrong, "fully_shard")
     mesh = mesh if mesh is not None else _default_mesh()
     whole_mesh = mesh
-    if dp_mesh_dims is not None and wrong is None:
-        mesh = _data_parallel(mesh, tuple(dp_mesh_dims.replicate_names), tuple(dp_mesh_dims.shard_names))
+    if dp_mesh_dims is not None:
+        try:
+            mesh = _data_parallel(mesh, tuple(dp_mesh_dims.replicate_names), tuple(dp_mesh_dims.shard_names))
+        except ValueError as error:
+            tell(error, "fully_shard")
     data_dims = () if dp_mesh_dims is None else (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
     found: list[_Found] = []
 
     def plan() -> str:
-        if wrong is not None:
-            raise wrong
         _validate(modules, mesh, reshard_after_forward)
         mesh_of = functools.partial(_mesh_of, mesh, shard_placement_fn)
         inspect = functools.partial(_inspect, mesh_of, whole_mesh, data_dims, orig_param_policy)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 
 import fsdp
-from fsdp import fully_shard
+from fsdp import DataParallelMeshDims, fully_shard
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
 from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
@@ -194,16 +194,66 @@ def test_a_mesh_that_is_none() -> None:
 
 def wrong_on_one_rank(what: str) -> str:
     here = dist.get_rank() == 1
-    module = "blocks" if here and what == "module" else Mlp()
-    mesh = "cpu" if here and what == "mesh" else init_device_mesh("cpu", (dist.get_world_size(),))
-    return message_of(fully_shard, module, mesh=mesh)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if what == "module":
+        return message_of(fully_shard, "blocks" if here else Mlp(), mesh=mesh)
+    if what == "mesh of all":
+        return message_of(fully_shard, Mlp(), mesh="cpu" if here else mesh)
+    # Rank 1's partners wait in a group that it was not told of.
+    both = cluster.mesh((dist.get_world_size() // 2, 2), ("outer", "inner"))
+    if what == "dimensions":
+        found = message_of(fully_shard, Mlp(), mesh=both, reshard_after_forward="no" if here else None)
+    elif what == "names":
+        dims = DataParallelMeshDims(shard="other" if here else "inner")
+        model = distribute_module(Mlp(), both)
+        found = message_of(fully_shard, model, mesh=both, dp_mesh_dims=dims)
+    else:
+        found = message_of(fully_shard, Mlp(), mesh="cpu" if here else both if what == "both" else both[what])
+    # The groups are as they were.
+    fully_shard(Mlp(), mesh=both)
+    fully_shard(Mlp(), mesh=both["inner"])
+    return found
 
 
-@pytest.mark.parametrize(("what", "word"), [("module", "'blocks'"), ("mesh", "'cpu'")])
+@pytest.mark.parametrize(("what", "word"), [("module", "'blocks'"), ("mesh of all", "'cpu'")])
 def test_a_wrong_type_on_one_rank_is_an_error_on_all(what: str, word: str) -> None:
     """It was an error there, while the others waited to compare notes."""
     for message in cluster.run(2, wrong_on_one_rank, what):
         assert message.startswith("TypeError") and word in message
+
+
+@pytest.mark.parametrize(
+    ("what", "word", "hear"),
+    [
+        ("inner", "'cpu'", {0, 1}),
+        ("both", "'cpu'", {0, 1, 2, 3}),
+        ("dimensions", "'no'", {0, 1, 2, 3}),
+        ("names", "'other'", {0, 1}),
+    ],
+)
+def test_on_a_part_of_the_mesh_all_its_ranks_hear_of_it(what: str, word: str, hear: set[int]) -> None:
+    """The ranks of the groups that the wrong one is in, and of those that these are in."""
+    messages = cluster.run(4, wrong_on_one_rank, what)
+    assert {rank for rank, message in enumerate(messages) if word in message} == hear, messages
+    assert all(message == "no error" for rank, message in enumerate(messages) if rank not in hear)
+
+
+def everybody_wrong() -> str:
+    return message_of(fully_shard, Mlp(), mesh="cpu")
+
+
+def crossed() -> str:
+    """One rank passes the whole mesh, its partner the part that they share."""
+    whole, pair = DeviceMesh.from_group(dist.new_group(), "cpu"), dist.new_group([0, 1])
+    mesh = DeviceMesh.from_group(pair, "cpu") if dist.get_rank() == 1 else whole
+    return message_of(fully_shard, Mlp(), mesh=mesh)
+
+
+def test_meshes_that_cross_are_an_error_not_a_hang() -> None:
+    assert all("'cpu'" in message for message in cluster.run(3, everybody_wrong))
+    messages = cluster.run(3, crossed)
+    assert all(m.startswith("ValueError") and "give every rank the same mesh" in m for m in messages), messages
+    assert len(set(messages)) == 1
 
 
 # ---- modules ----
