@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 
+NAMES = ("llama", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "bert", "vit")
 # Experts that no token chose, and parameters that a task does not use.
 UNUSED = ("qwen3_moe", "gpt_oss", "deepseek_v3", "vit")
 
@@ -133,12 +134,12 @@ def policy(name: str, parameter: nn.Parameter) -> ParamPolicy | None:
     return ParamPolicy(block=Block.rows(4)) if parameter.ndim == 2 else None
 
 
-def train(name: str, checkpointed: bool, low: bool) -> list[str]:
+def train(name: str, checkpoints: str, low: bool) -> list[str]:
     plain = build(name)
     model = copy.deepcopy(plain)
     for one in (plain, model):
-        if checkpointed:
-            one.gradient_checkpointing_enable({"use_reentrant": False})
+        if checkpoints:
+            one.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
         one.train()
     options = {"orig_param_policy": policy, "mp_policy": MIXED if low else MixedPrecisionPolicy()}
     for layer in layers_of(model):
@@ -150,11 +151,13 @@ def train(name: str, checkpointed: bool, low: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "bert", "vit"])
-def test_trains_as_ddp(name: str, checkpointed: bool, low: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "checkpoints"),
+    [(name, how) for name in NAMES for how in ("", "checkpointed")] + [("llama", "reentrant")],
+)
+def test_trains_as_ddp(name: str, checkpoints: str, low: bool) -> None:
     # The first call imports the model's module.
-    for found in cluster.run(2, train, name, checkpointed, low, deadline=120):
+    for found in cluster.run(2, train, name, checkpoints, low, deadline=120):
         assert found == []
 
 
