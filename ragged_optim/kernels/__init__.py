@@ -23,7 +23,7 @@ from torch import Tensor
 from ragged_optim.kernels.compile import build
 from ragged_optim.quantize import dynamic_tables
 
-__all__ = ["AdamWKernel", "MuonKernel", "adamw8bit_kernel", "adamw_kernel", "muon_kernel"]
+__all__ = ["AdamWKernel", "MuonKernel", "adamw8bit_kernel", "adamw_kernel", "muon_kernel", "plain"]
 
 ROOM = 64  # bad tiles that are named
 
@@ -185,6 +185,11 @@ class MuonKernel:
     def apply(self, param: Tensor, update: Tensor, shrink: float, alpha: float) -> None:
         """``param = param * shrink + alpha * update``."""
         self._apply(param.data_ptr(), update.data_ptr(), param.numel(), shrink, alpha)
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether the elements lie where ``data_ptr`` says: not in a subclass that wraps other tensors."""
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def _fuses() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ragged_optim.kernels import AdamWKernel, adamw_kernel
+from ragged_optim.kernels import AdamWKernel, adamw_kernel, plain
 from ragged_optim.optimizer import RaggedOptimizer, refuse
 from ragged_optim.rule import ElementwiseRule, Group, State, StateSpec, learning_rate
 from ragged_shard.policy import OrigParamPolicy
@@ -81,7 +81,7 @@ class AdamWRule(ElementwiseRule):
         for chosen in _by_device_and_dtype(works):
             columns = [[works[i] for i in chosen], [grads[i] for i in chosen]]
             columns += [[values[i] for i in chosen] for values in moments.values()]
-            kernel = None if group["amsgrad"] else _kernel_for(columns[0][0])
+            kernel = None if group["amsgrad"] else _kernel_for(*columns[0], *columns[1])
             if kernel is not None:
                 for row, i in zip(zip(*columns, strict=True), chosen, strict=True):
                     kernel(row, steps[i].item(), decoupled=self.decoupled, **options)
@@ -119,9 +119,10 @@ def betas_of(group: Group) -> tuple[float, float]:
     return float(beta1), float(beta2)
 
 
-def _kernel_for(fp32: Tensor) -> AdamWKernel | None:
+def _kernel_for(first: Tensor, *others: Tensor) -> AdamWKernel | None:
     """The C++ step, where it fits; bit for bit that of torch's kernel."""
-    return adamw_kernel() if fp32.device.type == "cpu" and fp32.dtype == torch.float32 else None
+    fits = first.device.type == "cpu" and first.dtype == torch.float32 and plain(first, *others)
+    return adamw_kernel() if fits else None
 
 
 def _like(tensor: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:

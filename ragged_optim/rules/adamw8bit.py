@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import quantize as q
-from ragged_optim.kernels import adamw8bit_kernel
+from ragged_optim.kernels import adamw8bit_kernel, plain
 from ragged_optim.kernels import bitsandbytes as bnb
 from ragged_optim.layout import Extent
 from ragged_optim.optimizer import RaggedOptimizer
@@ -250,7 +250,7 @@ def _quantized(
     row_keys = q.keys(rows, segment.row, seeds, param.device)
     col_keys = q.column_keys(tiles.cols, param.device)[:cols]
     options = {"dynamic": group["format"] == "dynamic", "skip": bool(group["skip_nonfinite"])}
-    kernel = _kernel(param.device)
+    kernel = _kernel(param.device) if plain(param, grad) else None
     if kernel is not None:
         bad = kernel(tensors, scales, row_keys, col_keys, height, tiles.width, step, **options)
         _report(bad, extent, segment, across, tiles)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import newton_schulz as ns
-from ragged_optim.kernels import MuonKernel, muon_kernel
+from ragged_optim.kernels import MuonKernel, muon_kernel, plain
 from ragged_optim.optimizer import RaggedOptimizer, given
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
@@ -128,7 +128,7 @@ class MuonRule(MatrixRule):
 
 def _kernel_for(fp32: Tensor, other: Tensor) -> MuonKernel | None:
     """The C++ passes, where they fit; they round as the torch operations beside them, bit for bit."""
-    fits = fp32.device.type == "cpu" and fp32.dtype == torch.float32
+    fits = fp32.device.type == "cpu" and fp32.dtype == torch.float32 and plain(fp32, other)
     return muon_kernel() if fits and fp32.is_contiguous() and other.is_contiguous() else None
 
 

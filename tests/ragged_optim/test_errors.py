@@ -146,6 +146,37 @@ def test_two_rules_for_one_parameter() -> None:
         ragged_optim.Muon([{"params": [param]}, {"params": [param], "rule": "adamw"}])
 
 
+class Wrapping(torch.Tensor):
+    """Holds another tensor, and has no storage of its own."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils._pytree import tree_map_only
+
+        inner_args, inner_kwargs = tree_map_only(Wrapping, lambda t: t.inner, (args, kwargs or {}))
+        out = op(*inner_args, **inner_kwargs)
+        written = op.overloadpacket.__name__.endswith("_") and isinstance(args[0], torch.Tensor)
+        return args[0] if written else tree_map_only(torch.Tensor, Wrapping, out)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Muon", "AdamW8bit"])
+def test_parameters_that_wrap_other_tensors_are_not_read_at_an_address_they_have_not(name: str) -> None:
+    plain, wrapping = nn.Parameter(full((64, 64), 0)), nn.Parameter(Wrapping(full((64, 64), 0)))
+    plain.grad, wrapping.grad = full((64, 64), 1), Wrapping(full((64, 64), 1))
+    for param in (plain, wrapping):
+        getattr(ragged_optim, name)([("w", param)], lr=0.01).step()
+    torch.testing.assert_close(wrapping.detach().inner, plain.detach(), rtol=1e-6, atol=1e-6)
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = ragged_optim.AdamW(embedding.named_parameters())
