@@ -32,7 +32,7 @@ SHAPES = {"embed.weight": (11, 6), "a.weight": (17, 6), "a.bias": (17,), "expert
 class Model(nn.Module):
     """Parameters only; the tests write the gradients."""
 
-    def __init__(self, layout: str, seed: int) -> None:
+    def __init__(self, layout: str, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         mesh = None if layout == "plain" else cluster.mesh((dist.get_world_size(),))
         for i, (name, shape) in enumerate(SHAPES.items()):
@@ -42,12 +42,13 @@ class Model(nn.Module):
                 if not hasattr(owner, parent):
                     owner.add_module(parent, nn.Module())
                 owner = getattr(owner, parent)
-            owner.register_parameter(leaf, nn.Parameter(shard(full(shape, seed + i), layout, mesh, seed + 7 * i)))
+            whole = full(shape, seed + i, dtype)
+            owner.register_parameter(leaf, nn.Parameter(shard(whole, layout, mesh, seed + 7 * i)))
 
 
 def grad_step(model: nn.Module, optimizer: Any, step: int) -> None:
     for i, (name, param) in enumerate(model.named_parameters()):
-        grad = full(SHAPES[name], 1000 * step + i)
+        grad = full(SHAPES[name], 1000 * step + i, param.dtype)
         if isinstance(param, DTensor):
             grad = torch.distributed.tensor.distribute_tensor(
                 grad, param.device_mesh, param.placements, src_data_rank=None
@@ -72,8 +73,9 @@ def train(
     load: str | None,
     save: str | None,
     flatten: bool,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
-    model = Model(layout, 0 if load is None else seed)
+    model = Model(layout, 0 if load is None else seed, dtype)
     optimizer = getattr(ragged_optim, name)(model.named_parameters(), **options)
     state_options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     if load is not None:
@@ -110,16 +112,21 @@ ALGORITHMS += [
 
 
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
-def test_training_continues_exactly_over_worlds_2_3_1(
-    name: str, options: dict[str, Any], flatten: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("flatten", "dtype", "last"),
+    [(False, torch.float32, 1), (True, torch.bfloat16, 3)],
+    ids=["nested-fp32", "flat-bf16"],
+)
+def test_training_continues_exactly_over_other_worlds(
+    name: str, options: dict[str, Any], flatten: bool, dtype: torch.dtype, last: int, tmp_path: Path
 ) -> None:
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    (expected,) = cluster.run(1, train, name, options, "ragged", 0, range(6), None, None, flatten)
-    cluster.run(2, train, name, options, "ragged", 0, range(2), None, first, flatten)
-    cluster.run(3, train, name, options, "shard0", 1, range(2, 4), first, second, flatten)
-    (got,) = cluster.run(1, train, name, options, "ragged", 2, range(4, 6), second, None, flatten)
-    assert got == expected
+    """Begun by 2, resharded to 4 in rows, then to 1 or 3: the states of one process that was never interrupted."""
+    first, second, how = str(tmp_path / "first"), str(tmp_path / "second"), (flatten, dtype)
+    (expected,) = cluster.run(1, train, name, options, "ragged", 0, range(6), None, None, *how)
+    cluster.run(2, train, name, options, "ragged", 0, range(2), None, first, *how)
+    cluster.run(4, train, name, options, "shard0", 1, range(2, 4), first, second, *how)
+    for got in cluster.run(last, train, name, options, "ragged", 2, range(4, 6), second, None, *how):
+        assert got == expected
 
 
 def full_states(name: str) -> list[Any]:
