@@ -26,6 +26,7 @@ from torch.optim.optimizer import ParamsT
 from ragged_optim import quantize as q
 from ragged_optim.kernels import adamw8bit_kernel, plain
 from ragged_optim.kernels import bitsandbytes as bnb
+from ragged_optim.kernels.eager import eager_step
 from ragged_optim.layout import Extent
 from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import BlockwiseRule, Group, State, StateSpec, learning_rate, wide
@@ -36,9 +37,6 @@ from ragged_shard.policy import OrigParamPolicy
 __all__ = ["Adam8bit", "Adam8bitRule", "AdamW8bit", "AdamW8bitRule"]
 
 FORMATS = ("float", "dynamic", "bitsandbytes")
-# Elements worked on at once, so that the workspace stays in the cache.
-CHUNK = 128 * 1024
-VECTOR = 64  # elements: a multiple of every vector register
 
 
 class AdamW8bitRule(BlockwiseRule):
@@ -236,7 +234,7 @@ def _quantized(
     group: Group,
     extent: Extent,
 ) -> None:
-    """One segment: by a kernel, or chunk by chunk of whole bands."""
+    """One segment."""
     rows, cols, height = segment.rows, segment.cols, tiles.height
     across, bands = -(-cols // tiles.width), -(-rows // height)
     here = slice(segment.start, segment.start + rows * cols)
@@ -250,27 +248,9 @@ def _quantized(
     row_keys = q.keys(rows, segment.row, seeds, param.device)
     col_keys = q.column_keys(tiles.cols, param.device)[:cols]
     options = {"dynamic": group["format"] == "dynamic", "skip": bool(group["skip_nonfinite"])}
-    kernel = _kernel(param.device) if plain(param, grad) else None
-    if kernel is not None:
-        bad = kernel(tensors, scales, row_keys, col_keys, height, tiles.width, step, **options)
-        _report(bad, extent, segment, across, tiles)
-        return
-    row_keys, col_keys = row_keys[:, None], col_keys[None, :]
-    per_chunk = max(1, CHUNK // (height * across * tiles.width))
-    found = []
-    for band in range(0, bands, per_chunk):
-        some = slice(band * height, min(rows, (band + per_chunk) * height))
-        bad = _chunk(
-            [t[some] for t in tensors],
-            [s[band : band + per_chunk] for s in scales],
-            row_keys[some],
-            col_keys,
-            _workspace(param.device, some.stop - some.start, cols, height, tiles.width),
-            step,
-            **options,
-        )
-        found += [band * across + tile for tile in bad]
-    _report(found, extent, segment, across, tiles)
+    kernel = (_kernel(param.device) if plain(param, grad) else None) or eager_step
+    bad = kernel(tensors, scales, row_keys, col_keys, height, tiles.width, step, **options)
+    _report(bad, extent, segment, across, tiles)
 
 
 def _kernel(device: torch.device) -> Callable[..., list[int]] | None:
@@ -282,176 +262,6 @@ def _kernel(device: torch.device) -> Callable[..., list[int]] | None:
     from ragged_optim.kernels.compiled import compiled_step
 
     return compiled_step()
-
-
-class _Workspace:
-    """Buffers of one chunk of ``rows`` x ``cols`` elements, padded to whole tiles, and every view of them.
-
-    Eager torch is as fast as it makes few calls, and its CPU kernels are slow where a tile's scale meets its elements
-    in short runs: so scales are spread over the columns of a band of tiles first, and what is done to v and to |m|
-    alike is done in one call.
-    """
-
-    def __init__(self, buffer: Tensor, rows: int, cols: int, height: int, width: int) -> None:
-        bands, across = -(-rows // height), -(-cols // width)
-        shape, device = (bands * height, across * width), buffer.device
-        numel = shape[0] * shape[1]
-        # torch's fused kernel rounds what is left after the last whole vector differently.
-        self.whole = -(-numel // VECTOR) * VECTOR
-        self.full = (rows, cols, numel) == (*shape, self.whole)
-        parts = buffer[: 5 * self.whole].view(5, self.whole)
-        self.m_flat, self.v_flat, _, self.g_flat, self.p_flat = parts
-        self.m, self.v, self.t, self.g, self.p = (part[:numel].view(shape) for part in parts)
-        self.i = self.p.view(torch.int32)  # the parameter's place is free before and after the step
-        self.m_bits, self.v_bits, self.t_bits = (x.view(torch.int32) for x in (self.m, self.v, self.t))
-        self.vt_bits = parts[1:3].view(torch.int32)
-        banded = parts[:3, :numel].view(3, bands, height, shape[1])
-        self.mv_bands, self.vt_bands, (self.m_bands, self.v_bands, _) = banded[:2], banded[1:], banded
-        here = (slice(rows), slice(cols))
-        self.m_here, self.v_here, self.g_here, self.p_here, self.i_here = (
-            x[here] for x in (self.m, self.v, self.g, self.p, self.i)
-        )
-        self.v_bits_here, self.t_bits_here = self.v_bits[here], self.t_bits[here]
-        self.edges = [edge for x in (self.g, self.i, self.v_bits) for edge in (x[rows:], x[:rows, cols:])]
-        self.columns = torch.empty(2, bands, shape[1], device=device)
-        self.columns_of_tiles = self.columns.view(2, bands, across, width)
-        self.most = torch.empty(2, bands, across, device=device)
-        self.most_v, self.most_m = self.most.unbind()
-        self.scales = torch.empty(2, bands, across, device=device)
-        # What makes the next power of two of the largest, and of the largest of m that of 16 binades more.
-        self.next = torch.tensor([2 / q.LARGEST, 2 * q.M_OVER_V / q.LARGEST], device=device).view(2, 1, 1)
-        # The offset that is still in v when its scale is multiplied.
-        self.minus = torch.tensor([0.0, -q.OFFSET], device=device).view(2, 1, 1, 1)
-        self.spread = torch.empty(2, bands, 1, shape[1], device=device)
-        self.spread_flat, self.spread_one = self.spread.view(-1), self.spread[0]
-        tile = torch.arange(2 * bands, dtype=torch.int32, device=device)[:, None] * across
-        self.tile_of = (tile + torch.arange(shape[1], dtype=torch.int32, device=device) // width).view(-1)
-        self.tile_of_one = self.tile_of[: bands * shape[1]]
-
-    def spread_out(self, scales: Tensor) -> Tensor:
-        """``scales`` (2, bands, across) over the columns of their tiles: (2, bands, 1, columns), till the next call."""
-        torch.index_select(scales.view(-1), 0, self.tile_of, out=self.spread_flat)
-        return self.spread
-
-    def scale(self, bands: Tensor, scales: Tensor) -> None:
-        """``bands`` (bands, height, columns) times the scale (bands, across) of their tile, in place."""
-        torch.index_select(scales.reshape(-1), 0, self.tile_of_one, out=self.spread_one.view(-1))
-        bands.mul_(self.spread_one)
-
-    def largest(self) -> None:
-        """The largest of v and of |m| in each tile."""
-        torch.amax(self.vt_bands, 2, out=self.columns)
-        torch.amax(self.columns_of_tiles, 3, out=self.most)
-
-
-_BUFFERS: dict[torch.device, Tensor] = {}
-_WORKSPACES: dict[tuple[object, ...], _Workspace] = {}
-
-
-def _workspace(device: torch.device, rows: int, cols: int, height: int, width: int) -> _Workspace:
-    """On one buffer, shared by all parameters, that grows to the largest chunk seen."""
-    key = (device, rows, cols, height, width)
-    size = 5 * (-(-rows // height) * height * -(-cols // width) * width + VECTOR)
-    if device not in _BUFFERS or _BUFFERS[device].numel() < size:
-        _WORKSPACES.clear()
-        _BUFFERS[device] = torch.zeros(max(5 * CHUNK, size), device=device)
-    if key not in _WORKSPACES:
-        if len(_WORKSPACES) >= 64:
-            _WORKSPACES.clear()
-        _WORKSPACES[key] = _Workspace(_BUFFERS[device], rows, cols, height, width)
-    return _WORKSPACES[key]
-
-
-def _chunk(
-    tensors: list[Tensor],
-    scales: list[Tensor],
-    row_keys: Tensor,
-    col_keys: Tensor,
-    w: _Workspace,
-    step: _Step,
-    *,
-    dynamic: bool,
-    skip: bool,
-    wrong: Tensor | None = None,
-) -> list[int]:
-    """One chunk of whole bands in eager torch.
-
-    Returns the numbers of the tiles with a gradient that is not finite (or whose square has no place in the format).
-    """
-    param, grad, m_codes, v_codes = tensors
-    m_scales, v_scales = scales
-    if not w.full:
-        for edge in w.edges:
-            edge.zero_()
-        if dynamic:
-            w.i.fill_(q.DYNAMIC_ZERO)
-
-    # decode
-    w.i_here.copy_(m_codes)
-    w.v_bits_here.copy_(v_codes)
-    if dynamic:
-        m_values, _, v_squares, _, _ = q.dynamic_tables(param.device)
-        torch.index_select(m_values, 0, w.i.view(-1), out=w.m.view(-1))
-        w.i.copy_(w.v_bits)
-        torch.index_select(v_squares, 0, w.i.view(-1), out=w.v.view(-1))
-        w.scale(w.v_bands, v_scales.square())
-        w.scale(w.m_bands, m_scales)
-    else:
-        torch.index_select(q.m_values(param.device), 0, w.i.view(-1), out=w.m.view(-1))
-        q.offset_v(w.v_bits)
-        # Scales are powers of two: taking the offset off after they are multiplied rounds as before, and in one pass.
-        by = w.spread_out(torch.stack((m_scales, v_scales), out=w.scales))
-        torch.addcmul(by * w.minus, w.mv_bands, by, out=w.mv_bands)
-
-    # step
-    gradient, target = grad.view(-1), param.view(-1)
-    if not (w.full and grad.dtype == torch.float32 and not step.l2 and wrong is None):
-        if wrong is None or not step.l2:  # the second time the parameter may have made its step
-            w.g_here.copy_(grad)
-            if step.l2:
-                w.g_here.add_(param, alpha=step.l2)
-        if wrong is not None:
-            w.g_here.masked_fill_(wrong, 0.0)
-        gradient = w.g_flat
-    in_place = w.full and not skip
-    if not in_place or wrong is not None:
-        w.p_here.copy_(param)
-        target = w.p_flat
-    step.run(target, gradient, w.m_flat, w.v_flat)
-    torch.abs(w.m, out=w.t)
-    w.largest()
-    if wrong is None and not float(w.most_v.max()) <= q.LARGEST_V:
-        # The moments once more without the bad elements, so that they do not take their tile along.
-        wrong = ~(w.v_here <= q.LARGEST_V)
-        bad = (~(w.most_v <= q.LARGEST_V)).flatten().nonzero().flatten().tolist()
-        _chunk(tensors, scales, row_keys, col_keys, w, step, dynamic=dynamic, skip=skip, wrong=wrong)
-        if not skip:
-            param.masked_fill_(wrong, torch.nan)
-        return bad
-    if not in_place:
-        param.copy_(w.p_here)
-
-    # encode
-    noise = q.noise(row_keys, col_keys, w.i_here)
-    if dynamic:
-        m_scales.copy_(w.most_m)
-        v_scales.copy_(q.root_scale(w.most_v))
-        w.scale(w.v_bands, q.inverse(v_scales.square()))
-        v_codes.copy_(q.encode_dynamic_square(w.v_here, noise))
-        w.scale(w.m_bands, q.inverse(m_scales))
-        m_codes.copy_(q.encode_dynamic(w.m_here))
-        return []
-    new_scales = q.powers_of_two(w.most.mul_(w.next))
-    v_scales.copy_(new_scales[0])
-    m_scales.copy_(new_scales[1])
-    torch.addcmul(q.offset(param.device), w.vt_bands, w.spread_out(new_scales.reciprocal()), out=w.vt_bands)
-    w.v_bits_here.add_(noise)
-    w.t_bits.add_(q.HALF)
-    w.vt_bits.bitwise_right_shift_(20)
-    v_codes.copy_(w.v_bits_here)
-    w.t_bits.bitwise_xor_(w.m_bits.bitwise_right_shift_(31))
-    m_codes.copy_(w.t_bits_here)
-    return []
 
 
 def _report(bad: list[int], extent: Extent, segment: q.Segment, across: int, tiles: q.Tiling) -> None:
