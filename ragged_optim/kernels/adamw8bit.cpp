@@ -1,4 +1,4 @@
-// One step of AdamW on 8-bit moments in tiles: the same arithmetic as _chunk in rules/adamw8bit.py, tile by tile.
+// One step of AdamW on 8-bit moments in tiles: the same arithmetic as kernels/eager.py, tile by tile.
 // No torch headers: the interface is C, the caller passes data pointers. Compile with -ffp-contract=off: every operation
 // is rounded once, and multiply-adds are fused exactly where torch's own kernels fuse them, so that codes and scales do
 // not depend on flags. One build serves every x86-64 (the caller passes the level that torch runs at) and other CPUs.

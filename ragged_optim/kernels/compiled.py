@@ -1,6 +1,6 @@
 """AdamW8bit's step on one segment as a function for ``torch.compile``: what runs on GPUs, where there is no C++ kernel.
 
-The same arithmetic as ``_chunk`` in rules/adamw8bit.py and as the C++ kernel, rounded in the same places. Inductor
+The same arithmetic as kernels/eager.py and as the C++ kernel, rounded in the same places. Inductor
 makes of it a reduction over each tile and a pass that writes, so nothing but the new moments' maxima is kept; the whole
 segment is one call, since a GPU has no use for chunks. Numbers that change from step to step are tensors: one graph
 serves all steps, and dynamic shapes all parameters.
