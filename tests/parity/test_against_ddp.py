@@ -61,7 +61,7 @@ def train_against_ddp(
     model = shard(copy.deepcopy(reference), block_policy(block), wrap, reshard_after_forward=reshard_after_forward)
     ddp = DistributedDataParallel(reference)
     optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (ddp, model)]
-    worst_loss = 0.0
+    off = []
     for step in range(steps):
         losses = []
         for module, optimizer in zip((ddp, model), optimizers, strict=True):
@@ -80,12 +80,13 @@ def train_against_ddp(
             optimizer.step()
             optimizer.zero_grad()
         half = len(losses) // 2
-        worst_loss = max(worst_loss, max(abs(float(a - b)) for a, b in zip(losses[:half], losses[half:], strict=True)))
+        off += [(a - b).abs() for a, b in zip(losses[:half], losses[half:], strict=True)]
     ours = dict(model.named_parameters())
     theirs = dict(reference.named_parameters())
     assert ours.keys() == theirs.keys()
-    worst = max(float((full(ours[n].detach()) - theirs[n].detach()).abs().max()) for n in theirs)
-    return worst_loss, worst
+    worst = [(full(ours[n].detach()) - theirs[n].detach()).abs().max() for n in theirs]
+    # Python's max passes by a nan.
+    return torch.stack(off).max().item(), torch.stack(worst).max().item()
 
 
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
@@ -142,7 +143,7 @@ def test_frozen_parameters_stay_and_do_not_release_weights_too_early() -> None:
 )
 def test_any_model_blocks_and_steps(world_size: int, **case: Any) -> None:
     for loss, parameters in cluster.run(world_size, train_against_ddp, **case):
-        assert loss < 1e-5 and parameters < 2e-5
+        assert loss < 1e-5 and parameters < 1e-5
 
 
 def train_in_low_precision(

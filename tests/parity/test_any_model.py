@@ -253,12 +253,8 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
     frozen = draw(st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(names), max_size=4)))
     skipped = frozenset()
     repeated = -1
-    # Where ranks differ in which of several forwards pass a module by, their backwards meet modules in other orders,
-    # and so do their collectives (docs/fsdp.md).
-    forwards_are_alike = all(kind != "idle" for kind, _ in units)
-    forwards = draw(st.sampled_from([1, 1, 2])) if forwards_are_alike else 1
     ways = ["together", "together", "one by one", "last first", "twice"]
-    order = draw(st.sampled_from(ways)) if oracle == "plain" and forwards_are_alike else "together"
+    order = draw(st.sampled_from(ways)) if oracle == "plain" else "together"
     # A list of modules runs as a whole or not at all.
     if "pair" not in wrap:
         skipped = draw(st.frozensets(st.tuples(st.integers(0, depth - 1), st.integers(0, 1)), max_size=1))
@@ -268,7 +264,7 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
     reentrant = any(how == "reentrant" for _, how in units)
     differentiable = reentrant or {"head.weight", "head.bias"} <= frozen or draw(st.booleans())
     # torch.autograd.grad refuses reentrant checkpoints.
-    probed = oracle == "plain" and differentiable and not reentrant and forwards_are_alike and draw(st.booleans())
+    probed = oracle == "plain" and differentiable and not reentrant and draw(st.booleans())
     return Case(
         units=units,
         wrap=wrap,
@@ -286,7 +282,7 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
         probed=probed,
         micro_batches=draw(st.integers(1, 2)),
         synchronise=draw(st.sampled_from(["last", "each"])),
-        forwards=forwards,
+        forwards=draw(st.sampled_from([1, 1, 2])),
         evaluate=draw(st.sampled_from(["never", "never", "no_grad", "inference"])),
         differentiable=differentiable,
     )
