@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _DEBUG = os.environ.get("RAGGED_DEBUG") == "1"
 _issued = itertools.count(1)
+# What gloo says when a peer does not answer.
+_OF_PEERS = re.compile("closed|closure|reset|timed? ?out|broken pipe|abort", re.IGNORECASE)
 
 __all__ = ["Bucket", "BucketParameter", "FlatBuffer"]
 
@@ -383,14 +386,17 @@ class Bucket:
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Say which collective of which bucket a backend's bare error (a peer is late or gone) belongs to."""
+        """Say which collective of which bucket a backend's bare error belongs to, and if a peer is late or gone."""
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
-                f"the {what} of bucket {self.name!r} failed on rank {dist.get_rank()}: {error}. Another rank has died, "
-                f"raised an error, or runs other modules (RAGGED_DEBUG=1 shows the first collective that differs)"
-            ) from error
+            message = f"the {what} of bucket {self.name!r} failed on rank {dist.get_rank()}: {error}"
+            if isinstance(error, dist.DistError) or _OF_PEERS.search(str(error)):
+                message += (
+                    ". Another rank has died, raised an error, or runs other modules (RAGGED_DEBUG=1 shows the first "
+                    "collective that differs)"
+                )
+            raise RuntimeError(message) from error
 
     def _note(self, action: str, label: str = "") -> None:
         """What the schedule did, on the pool's timeline: ``fsdp.simulate`` replays these on other numbers of ranks."""
@@ -550,7 +556,8 @@ class Bucket:
                 with torch.enable_grad():
                     parameter.edge = get_gradient_edge(full)
                 if isinstance(full, WeightParameter):
-                    parameter.place = GradientPlace(functools.partial(_gradient_place, bucket, position, index))
+                    place = functools.partial(_gradient_place, bucket, position, index)
+                    parameter.place = GradientPlace(place, f"{parameter.name} of {self.name}")
                     full.place = parameter.place
                 full.register_post_accumulate_grad_hook(functools.partial(_gradient_came, bucket, position, index))
                 full.requires_grad_(was)
@@ -903,15 +910,14 @@ class Bucket:
         """What was done to parameters while modules showed the gathered ones, outside of their forward: freezing them
         means the sharded ones too; raises ``RuntimeError`` when values were changed, which the next gather would undo.
         """
-        for buffer, old, new in zip(self.buffers, self._versions or (), self._current_versions(), strict=False):
-            if old != new:
-                self.note_versions()
-                raise RuntimeError(
-                    f"parameters of {self.name!r} ({', '.join(p.name for p in buffer.parameters[:5])}, ...) were "
-                    f"changed in place while they were gathered (after a forward without backward, or after "
-                    f"unshard()), and the next gather would undo it; change the sharded ones: after a backward, under "
-                    f"torch.no_grad(), or after module.reshard()"
-                )
+        if self._versions is not None and self._versions != self._current_versions():
+            self.note_versions()
+            # Views of one buffer share their version: which ones is not known.
+            raise RuntimeError(
+                f"parameters of {self.name!r} were changed in place while they were gathered (after a forward without "
+                f"backward, or after unshard()), and the next gather would undo it; change the sharded ones: after a "
+                f"backward, under torch.no_grad(), or after module.reshard()"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 full = parameter.full
@@ -972,6 +978,13 @@ class Bucket:
         return sum(math.prod(shape) for buffer in self.buffers for shape in buffer.layout.shapes)
 
 
+def untransformed() -> AbstractContextManager[object]:
+    """Outside of functorch's transforms (``torch.func.grad``, ``vmap``, ``jvp``): these are of what modules compute."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
 _NOTHING = nullcontext()
 
 
@@ -1007,13 +1020,6 @@ def _profiled(what: str, name: str) -> AbstractContextManager[object]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"{what} ({name})")
     return nullcontext()
-
-
-def untransformed() -> AbstractContextManager[object]:
-    """Outside of functorch's transforms (``torch.func.grad``, ``vmap``, ``jvp``): these are of what modules compute."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
 
 
 def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:

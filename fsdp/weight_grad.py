@@ -32,7 +32,9 @@ __all__ = ["GradientPlace", "WeightParameter", "Witnesses", "will_run", "witness
 class Witnesses:
     """Some of the autograd nodes that one forward made: by them one can ask whether a backward comes there.
 
-    Nodes of this file's functions alone: Python owns those, so that a weak reference keeps no graph alive.
+    Nodes of this file's functions alone: Python owns those, so that a weak reference keeps no graph alive. Where none
+    ran (a model of convolutions, or under autocast, torch.compile or torch.func) there is nothing to ask: any backward
+    is then taken to cover the forward, and to accumulate, which costs collectives and no correctness.
     """
 
     __slots__ = ("_first", "_last")
@@ -101,10 +103,11 @@ class GradientPlace:
     Not ``wanted``: in this backward nobody does anything with that gradient.
     """
 
-    __slots__ = ("_open", "claimed", "slices", "wanted")
+    __slots__ = ("_open", "claimed", "name", "slices", "wanted")
 
-    def __init__(self, open_place: Callable[[], Tensor | None]) -> None:
+    def __init__(self, open_place: Callable[[], Tensor | None], name: str) -> None:
         self._open = open_place
+        self.name = name
         self.claimed = False
         self.wanted = True
         # What this forward has taken so far of a stack, while any of it is alive.
@@ -133,6 +136,10 @@ class TransposedPlace:
     @property
     def wanted(self) -> bool:
         return self._weight.wanted
+
+    @property
+    def name(self) -> str:
+        return self._weight.name
 
 
 class WeightParameter(nn.Parameter):
@@ -365,7 +372,9 @@ def _sum(place: GradientPlace | None, rows: Tensor) -> Tensor | None:
     return view.detach()
 
 
-def _through(gradient: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+def _through(
+    gradient: Tensor, weight: Tensor, place: GradientPlace | TransposedPlace, *, transposed: bool = False
+) -> Tensor:
     """The gradient of the input. Raises ``RuntimeError`` where the weight is not there."""
     try:
         return torch.matmul(gradient, weight.mT if transposed else weight)
@@ -373,9 +382,9 @@ def _through(gradient: Tensor, weight: Tensor, *, transposed: bool = False) -> T
         if weight.untyped_storage().nbytes():
             raise
         raise RuntimeError(
-            f"backward has come to a weight of shape {tuple(weight.shape)} that is not gathered, because no output of "
-            f"its sharded module was met before. Outputs are what forward returns: tensors, also in tuples, lists, "
-            f"dicts, dataclasses and registered pytrees, but not in other objects nor on the module"
+            f"backward has come to {place.name}, which is not gathered, because no output of this module was met "
+            f"before. Outputs are what forward returns: tensors, also in tuples, lists, dicts, sets, dataclasses and "
+            f"registered pytrees, but not in other objects nor on the module"
         ) from error
 
 
@@ -405,7 +414,7 @@ class _Linear(torch.autograd.Function):
         want_input, want_weight, want_bias, *_ = ctx.needs_input_grad
         rows = _rows(gradient)
         return (
-            _through(gradient, ctx.weight) if want_input else None,
+            _through(gradient, ctx.weight, ctx.place) if want_input else None,
             _product(ctx.place, rows.t(), _rows(input)) if want_weight else None,
             _sum(ctx.bias_place, rows) if want_bias else None,
             None,
@@ -430,7 +439,7 @@ class _Matmul(torch.autograd.Function):
         want_input, want_weight, _ = ctx.needs_input_grad
         one, other = (input, gradient) if ctx.weight.dim() == 3 else (_rows(input), _rows(gradient))
         return (
-            _through(gradient, ctx.weight, transposed=True) if want_input else None,
+            _through(gradient, ctx.weight, ctx.place, transposed=True) if want_input else None,
             _product(ctx.place, one.mT, other) if want_weight else None,
             None,
         )
@@ -547,7 +556,7 @@ class _Stack:
 
     def place_of(self, index: int) -> GradientPlace:
         if index not in self.places:
-            self.places[index] = GradientPlace(lambda: self._slice(index))
+            self.places[index] = GradientPlace(lambda: self._slice(index), self.place.name)
         return self.places[index]
 
     def open(self, dtype: torch.dtype) -> Tensor | None:

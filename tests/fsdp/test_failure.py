@@ -195,7 +195,6 @@ def during_accumulation() -> list[str]:
     squares(sharded, 0).backward()
     found = fail(sharded, "backward", 1)
     sharded.set_requires_gradient_sync(True)
-    sharded.reset_iter_state()
     sharded.zero_grad()
     return found + step(sharded, plain, partial(squares, step=1)) + resting(sharded)
 
@@ -224,8 +223,6 @@ def evaluation_fails() -> list[str]:
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             found += fail(sharded, "forward", 1)
-    # Until then the modules may show whole parameters, whose gradients are not those of the shards.
-    sharded.reset_iter_state()
     for model in (sharded, plain):
         model.zero_grad()
     return found + step(sharded, plain, partial(squares, step=1)) + resting(sharded)

@@ -178,7 +178,8 @@ def hidden_output() -> str:
 
 def test_a_backward_that_no_output_announces_is_explained() -> None:
     for message in cluster.run(2, hidden_output):
-        assert "not gathered" in message and "Outputs are what forward returns" in message
+        assert "backward has come to down.weight of block, which is not gathered" in message
+        assert "Outputs are what forward returns" in message
 
 
 def no_gradient_for_inputs() -> list[str]:

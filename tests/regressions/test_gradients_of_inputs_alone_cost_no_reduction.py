@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import cluster
-from tests.fsdp.modules import Mlp, Stack, data, squares
-from tests.fsdp.reference import step, twins
+from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
+from tests.fsdp.reference import average_gradients, differences, shard_children, step, twins
 from tests.fsdp.test_memory import pool_of
 
 
@@ -86,6 +86,41 @@ def test_gradients_of_inputs_alone_cost_no_reduction() -> None:
 
 def test_transforms_may_be_what_runs_a_model_first() -> None:
     assert cluster.run(2, asked, True) == [[], []]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh()
+
+
+def without_products() -> list[str]:
+    """Nothing in this model can be asked whether a backward comes there."""
+    found = []
+    for reshard in (None, True):
+        make = partial(nn.Sequential, Scale(), Scale(), Scale())
+        sharded, plain = twins(make, partial(shard_children, reshard_after_forward=reshard))
+        x = data(1).requires_grad_()
+        if not torch.allclose(slope(sharded, x), slope(plain, x)):
+            found.append("the input's gradient")
+        for number in range(2):
+            for model in (sharded, plain):
+                squares(model, 10)
+                first, second = squares(model, number), squares(model, number + 5)
+                second.backward()
+                first.backward()
+            average_gradients(plain)
+            found += differences(sharded, plain, 1e-6)
+            for model in (sharded, plain):
+                model.zero_grad()
+    return found
+
+
+def test_a_model_without_products() -> None:
+    assert cluster.run(2, without_products) == [[], []]
 
 
 def adversarial(model: nn.Module, number: int) -> Tensor:
