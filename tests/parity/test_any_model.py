@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -263,8 +263,10 @@ def cases(draw: Any, kinds: tuple[str, ...], oracle: str) -> Case:
     # passed by, a loss without a trainable head has none at all.
     reentrant = any(how == "reentrant" for _, how in units)
     differentiable = reentrant or {"head.weight", "head.bias"} <= frozen or draw(st.booleans())
-    # torch.autograd.grad refuses reentrant checkpoints.
-    probed = oracle == "plain" and differentiable and not reentrant and draw(st.booleans())
+    # torch.autograd.grad refuses reentrant checkpoints; and whether a backward computes gradients of weights, which it
+    # does not, is each rank's own guess: one that all make alike where they run the same modules.
+    alike = not any(kind in ("idle", "half") for kind, _ in units)
+    probed = oracle == "plain" and differentiable and not reentrant and alike and draw(st.booleans())
     return Case(
         units=units,
         wrap=wrap,
@@ -293,6 +295,7 @@ def check(world_size: int, case: Case, hybrid: bool, oracle: str) -> None:
     assert cluster.run(world_size, partial(run, case, hybrid, oracle)) == [[]] * world_size
 
 
+@settings(max_examples=2 * settings.default.max_examples)
 @given(case=cases(KINDS, "plain"), world=st.sampled_from([1, 2, 3, 4, (2, 2)]))
 def test_gradients_of_any_model_are_those_of_plain_data_parallelism(case: Case, world: Any) -> None:
     check(4 if world == (2, 2) else world, case, world == (2, 2), "plain")
