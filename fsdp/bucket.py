@@ -1,17 +1,8 @@
 """One bucket's life: sharded -> unsharded -> gradients -> reduced -> sharded.
 
-A bucket holds the parameters of one ``fully_shard`` call. Its plan lays them out in one or a few flat buffers; each has
-
-    params      sharded, the original dtype        what ``module.parameters()`` shows between iterations (DTensors)
-    full        whole, the compute dtype           what the module computes with; memory only while unsharded
-    full_grads  whole, the reduction dtype         unreduced gradients; memory from the first gradient to the reduction
-    grads       sharded, the original dtype        what ``parameter.grad`` shows (DTensors); lives as long as those do
-
-``grads`` has memory of its own, except at the end of a backward on CPU: then no other bucket needs that of
-``full_grads`` any more, and the shard stays where it was summed.
-
-Only two things are written on the way: this rank's slot of ``full`` (once per gather), and each gradient into
-``full_grads``.
+A bucket holds the parameters of one ``fully_shard`` call. Its plan lays them out in one or a few flat buffers
+(fsdp.flat_buffer). Only two things are written on the way: this rank's slot of ``full`` (once per gather), and each
+gradient into ``full_grads``.
 """
 
 from __future__ import annotations
@@ -24,24 +15,24 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 
 from fsdp.agree import agree
+from fsdp.changes import find_homes
+from fsdp.flat_buffer import BucketParameter, FlatBuffer
 from fsdp.streams import CommStreams
-from fsdp.superseded import ASSIGNED, GATHERED, supersede
+from fsdp.superseded import GATHERED, supersede
 from fsdp.weight_grad import GradientPlace, WeightParameter, will_run
 from ragged_shard.collectives import Pending, all_gather_in_place, coalesced
-from ragged_shard.dbuffer import DBuffer, Layout, Outer, buffer_of
+from ragged_shard.dbuffer import DBuffer, Outer
 from ragged_shard.pool import Lease, Pool, storage_bytes
 
 if TYPE_CHECKING:
@@ -52,206 +43,7 @@ _issued = itertools.count(1)
 # What gloo says when a peer does not answer.
 _OF_PEERS = re.compile("closed|closure|reset|timed? ?out|broken pipe|abort", re.IGNORECASE)
 
-__all__ = ["Bucket", "BucketParameter", "FlatBuffer"]
-
-
-@dataclass(eq=False)
-class BucketParameter:
-    """One parameter of a bucket. ``places``: every module attribute that holds it (several when tied)."""
-
-    name: str
-    places: list[tuple[nn.Module, str]]
-    sharded: nn.Parameter
-    full: nn.Parameter | None = None
-    place: GradientPlace | None = None
-    edge: GradientEdge | None = None
-    # What ``full.requires_grad`` was set to by us.
-    trains: bool = True
-    # Whether the unreduced gradient holds something / the reduced gradient is part of a sum / anything arrived at all.
-    written: bool = False
-    accumulates: bool = False
-    used: bool = False
-
-    def is_shown_as(self, tensor: Tensor) -> bool:
-        return tensor is self.sharded or tensor is self.full
-
-
-class FlatBuffer:
-    """The four DBuffers of one ``BufferPlan`` of a bucket, made when they are first needed."""
-
-    # Whether a tensor subclass says what is gathered (fsdp.extension).
-    extended = False
-
-    def __init__(self, layout: Layout, parameters: Sequence[BucketParameter], params: DBuffer) -> None:
-        self.layout = layout
-        self.parameters = list(parameters)
-        self.params = params
-        self.full: DBuffer | None = None
-        self.full_grads: DBuffer | None = None
-        self.grads: DBuffer | None = None
-        # HSDP without all-reduce: the sum of this replica's reduced gradients so far.
-        self.carry: DBuffer | None = None
-        # Whether ``grads`` lies in the memory that was ``full_grads``'.
-        self.in_place = False
-        # Between forward and backward, when resharding to a smaller group: this rank's part of the whole buffer.
-        self.kept: Lease | None = None
-        # Another group of the same ranks to reduce in, if any.
-        self.reduce_group: dist.ProcessGroup | None = None
-        # Whether autograd tells when gradients of these parameters come.
-        self.hooked = False
-
-    @property
-    def trainable(self) -> bool:
-        return any(p.sharded.requires_grad for p in self.parameters)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the sharded parameters and their gradients."""
-        return self.params.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.params.device
-
-    @property
-    def full_dtype(self) -> torch.dtype:
-        """Of the unsharded parameters."""
-        assert self.full is not None
-        return self.full.dtype
-
-    def shards(self) -> list[Tensor]:
-        """The plain tensors in which this rank's parameters lie."""
-        return [self.params.flat]
-
-    def shard_nbytes(self) -> int:
-        """Of the memory of the sharded parameters, as laid out."""
-        return self.layout.shard * self.dtype.itemsize
-
-    def copied(self, parameters: Sequence[BucketParameter]) -> FlatBuffer:
-        """A buffer for copies of the parameters (``copy.deepcopy``)."""
-        home = buffer_of(parameters[0].sharded)
-        assert home is not None
-        return FlatBuffer(self.layout, parameters, home[0])
-
-    def release_full(self) -> None:
-        """Give the memory of the unsharded parameters back."""
-        if self.full is not None:
-            self.full.release()
-
-    @property
-    def is_home(self) -> bool:
-        """Whether the sharded parameters lie in the flat tensor that is gathered."""
-        storage = self.params.flat.untyped_storage()._cdata
-        locals_ = [p.sharded._local_tensor for p in self.parameters]  # type: ignore[attr-defined]
-        return all(local.untyped_storage()._cdata == storage for local in locals_)
-
-    def forget(self) -> None:
-        """Whatever was made for parameters of another dtype or device."""
-        self.full = self.full_grads = self.grads = self.carry = self.kept = None
-        self.hooked = False
-        for parameter in self.parameters:
-            parameter.full = parameter.place = parameter.edge = None
-            sharded, grad = parameter.sharded, parameter.sharded.grad
-            if grad is not None and (grad.dtype, grad.device) != (sharded.dtype, sharded.device):
-                sharded.grad = None
-
-    def make_full(self, pool: Pool, param_dtype: torch.dtype | None, owner: str) -> DBuffer:
-        if self.full is None:
-            dtype = self.params.dtype
-            if param_dtype is not None and dtype.is_floating_point:
-                dtype = param_dtype
-            self.full = DBuffer.whole(self.layout, dtype, pool, label="parameters", owner=owner)
-            for index, parameter in enumerate(self.parameters):
-                if hasattr(parameter.sharded._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
-                    raise NotImplementedError(
-                        f"the local tensor of {parameter.name!r} was given fsdp_pre_all_gather after fully_shard, when "
-                        f"it had been laid out with others; make the parameter an instance of a subclass that has it "
-                        f"before"
-                    )
-                parameter.full = self._unsharded(index, self.full.views[index], parameter.sharded.requires_grad)
-        return self.full
-
-    def _unsharded(self, index: int, view: Tensor, requires_grad: bool) -> nn.Parameter:
-        outer = self.layout.outer[index] if self.layout.outer else None
-        if outer is None:
-            # What an extension has made may be of a type of its own.
-            kind = WeightParameter if type(view) is Tensor else nn.Parameter
-            return kind(view, requires_grad=requires_grad)
-        inner = self.layout.mesh.ndim
-        assert outer.mesh.mesh_dim_names is not None
-        if outer.seen is None:
-            mesh, placements = outer.mesh[outer.mesh.mesh_dim_names[inner:]], outer.placements
-        else:
-            mesh, placements, _ = outer.seen
-        stride = torch.empty(outer.shape, device="meta").stride()
-        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(outer.shape), stride, view.dtype))
-        return nn.Parameter(DTensor(view, spec, requires_grad=False), requires_grad=requires_grad)
-
-    def make_grads(self, pool: Pool, reduce_dtype: torch.dtype | None, owner: str) -> DBuffer:
-        if self.full_grads is None:
-            dtype = reduce_dtype or self.full_dtype
-            self.full_grads = DBuffer.whole(self.layout, dtype, pool, partial=True, label="gradients", owner=owner)
-        return self.full_grads
-
-    def adopt_gradients(self) -> None:
-        """Find the sums that this backward adds to. Gradients that the user put there are copied together first."""
-        present = [p.sharded.grad for p in self.parameters]
-        for parameter, grad in zip(self.parameters, present, strict=True):
-            parameter.accumulates = grad is not None
-        homes = [(index, buffer_of(grad)) for index, grad in enumerate(present) if grad is not None]
-        first = next((home[0] for _, home in homes if home is not None), None)
-        if not homes or (
-            first is not None
-            and first.layout is self.layout
-            and all(home is not None and home[0] is first and home[1] == index for index, home in homes)
-        ):
-            self.grads = first
-            return
-        self.grads, self.in_place = DBuffer.sharded(self.layout, self.dtype, self.device), False
-        for index, parameter in enumerate(self.parameters):
-            grad = parameter.sharded.grad
-            if grad is None:
-                continue
-            mine = self.grads.dtensor(index)
-            mine.copy_(grad)
-            parameter.sharded.grad = mine
-
-    def open_grads(self) -> DBuffer:
-        """Where reduced gradients go. New memory for every sum: who kept the gradients of the last step keeps them."""
-        if self.grads is None:
-            self.grads = DBuffer.sharded(self.layout, self.dtype, self.device, zero=False)
-            self.in_place = False
-        return self.grads
-
-    @property
-    def may_stay(self) -> bool:
-        """Whether the reduced gradient can be what the unreduced one's memory holds: same type, nothing to add to."""
-        assert self.full_grads is not None
-        full = self.full_grads
-        return self.grads is None and full.dtype == self.dtype and full.device == self.device
-
-    def leave_grads(self) -> None:
-        """The reduced gradient stays where it was summed."""
-        assert self.full_grads is not None
-        self.grads, self.in_place = self.full_grads.leave_shard(), True
-
-    def grads_nbytes(self) -> int:
-        """Bytes of the memory that the sharded gradient lies in."""
-        if self.in_place and self.full_grads is not None and self.full_grads.lease is not None:
-            return self.full_grads.lease.nbytes
-        return self.layout.shard * self.dtype.itemsize
-
-    def publish(self, index: int) -> None:
-        """Show the reduced gradient on the parameter."""
-        sharded = self.parameters[index].sharded
-        assert self.grads is not None
-        shown = sharded.grad
-        if shown is None or buffer_of(shown) != (self.grads, index):
-            sharded.grad = self.grads.dtensor(index)
-            if shown is not None:
-                # Autograd made it in this backward: the loss has a term of the sharded parameters themselves.
-                sharded.grad.add_(shown)
-        _run_hooks(sharded)
+__all__ = ["Bucket", "untransformed"]
 
 
 class Bucket:
@@ -313,11 +105,11 @@ class Bucket:
         # Whether that reduction's result stays in the memory it is made in.
         self._stays = False
         self._group_memory = False
-        self._extended = [cast("ExtendedBuffer", buffer) for buffer in self.buffers if buffer.extended]
+        self.extended = [cast("ExtendedBuffer", buffer) for buffer in self.buffers if buffer.extended]
 
-        self._homes = self._find_homes()
+        self.homes = find_homes(self)
         # Of the buffers that modules go on showing gathered when their forward has ended.
-        self._versions: list[int] | None = None
+        self.versions: list[int] | None = None
 
         # Of each graph task of this backward (a reentrant checkpoint runs one of its own): gradients still to come.
         self.outstanding: dict[int, int] = {}
@@ -447,7 +239,7 @@ class Bucket:
                 with coalesced(group, pairs[0][1].flat, 0 if self.gather_collective else len(pairs)) as together:
                     parts = [self._gather(*pair) for pair in pairs]
                 self._gathers += together(parts)
-            self._gathers += [buffer.gather(self.pool, self.name) for buffer in self._extended]
+            self._gathers += [buffer.gather(self.pool, self.name) for buffer in self.extended]
             self._hook_gradients()
 
     def _gather(self, buffer: FlatBuffer, full: DBuffer) -> Pending:
@@ -487,17 +279,17 @@ class Bucket:
                 gather.wait()
         self._note("gathered")
         self._gathers.clear()
-        if self._extended:
+        if self.extended:
             self._finish_extended()
         with torch._C.DisableTorchFunctionSubclass(), untransformed():
             self._register_unsharded()
-        self._versions = None
+        self.versions = None
         self.is_unsharded = True
 
     def _finish_extended(self) -> None:
         assert self.pool is not None
         with untransformed(), torch.inference_mode(False), torch.no_grad():
-            for buffer in self._extended:
+            for buffer in self.extended:
                 buffer.finish_gather(self.pool, self.name)
             self._hook_gradients()
 
@@ -832,135 +624,6 @@ class Bucket:
         self.calls.clear()
         self.awaited_calls.clear()
 
-    # -- moving --
-
-    def rehome(self) -> None:
-        """Bring the sharded parameters back into flat buffers after ``module.to(...)`` / ``to_empty`` gave them
-        memory of their own. Those of a buffer wait until all of them have the same dtype and device: the modules of a
-        list, and modules within others, may be converted one by one.
-        """
-        for extended in self._extended:
-            extended.rehome()
-        for buffer in self.buffers:
-            if buffer.extended:
-                continue
-            locals_ = [p.sharded._local_tensor for p in buffer.parameters]  # type: ignore[attr-defined]
-            if buffer.is_home:
-                continue
-            dtypes, devices = {t.dtype for t in locals_}, {t.device for t in locals_}
-            if len(dtypes) > 1 or len(devices) > 1:
-                continue
-            params = DBuffer.sharded(buffer.layout, dtypes.pop(), devices.pop())
-            with torch.no_grad():
-                for index, (parameter, local) in enumerate(zip(buffer.parameters, locals_, strict=True)):
-                    home = params.dtensor(index)
-                    home._local_tensor.copy_(local)
-                    home.requires_grad_(parameter.sharded.requires_grad)
-                    _move_into(parameter.sharded, home)
-            buffer.params = params
-            buffer.forget()
-        self._homes = self._find_homes()
-
-    def _find_homes(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]]:
-        """What ``take_up_changes`` compares: where a sharded parameter is registered, itself, its local tensor."""
-        return [
-            (module._parameters, attribute, p.sharded, p.sharded._local_tensor)  # type: ignore[attr-defined]
-            for p in self.parameters
-            for module, attribute in p.places
-        ]
-
-    def take_up_changes(self, others: Sequence[Bucket] = ()) -> None:
-        """Between iterations: what was done to modules that are no FSDPModules themselves (``model.head.to(...)``,
-        ``to_empty``, ``load_state_dict(assign=True)``, another parameter assigned), so that the parameters that
-        compute, those that are shown and those that an optimizer trains are the same.
-
-        ``others``: the buckets of the model. Raises ``RuntimeError`` where that cannot be: a parameter removed, or of
-        another shape, or of another dtype or device than those in its buffer, or tied to one of another bucket.
-        """
-        if self.is_unsharded:
-            self.take_up_changes_of_gathered()
-            if all(m._parameters.get(name) is p.full for p in self.parameters for m, name in p.places):
-                return
-        else:
-            for registered, name, sharded, local in self._homes:
-                if registered.get(name) is not sharded or sharded._local_tensor is not local:  # type: ignore[attr-defined]
-                    break
-            else:
-                return
-        for parameter, other in self.adopt_assigned(others):
-            if buffer_of(other) is None:
-                supersede(other, parameter.name, ASSIGNED)
-        self.rehome()
-        for buffer in self.buffers:
-            if not buffer.extended and not buffer.is_home:
-                where = {p.name: (str(p.sharded.dtype), str(p.sharded.device)) for p in buffer.parameters}
-                raise RuntimeError(
-                    f"parameters of {self.name!r} that share one flat buffer are now of different dtypes or on "
-                    f"different devices: {where}; convert (or materialise) all of them"
-                )
-
-    def note_versions(self) -> None:
-        """The gathered parameters are as they should be: in-place operations from now on are the user's."""
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[int]:
-        return [0 if buffer.full is None else buffer.full.views[0]._version for buffer in self.buffers]
-
-    def take_up_changes_of_gathered(self) -> None:
-        """What was done to parameters while modules showed the gathered ones, outside of their forward: freezing them
-        means the sharded ones too; raises ``RuntimeError`` when values were changed, which the next gather would undo.
-        """
-        if self._versions is not None and self._versions != self._current_versions():
-            self.note_versions()
-            # Views of one buffer share their version: which ones is not known.
-            raise RuntimeError(
-                f"parameters of {self.name!r} were changed in place while they were gathered (after a forward without "
-                f"backward, or after unshard()), and the next gather would undo it; change the sharded ones: after a "
-                f"backward, under torch.no_grad(), or after module.reshard()"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.parameters:
-                full = parameter.full
-                if full is not None and full.requires_grad != parameter.trains:
-                    parameter.sharded.requires_grad_(full.requires_grad)
-                    parameter.trains = full.requires_grad
-
-    def adopt_assigned(self, others: Sequence[Bucket] = ()) -> list[tuple[BucketParameter, nn.Parameter]]:
-        """Take values, dtype and device of parameters that were assigned to the modules; ours stay registered. One of
-        this bucket's own is tied. Returns what was assigned to each parameter.
-        """
-        changes = [
-            (parameter, place, other)
-            for parameter in self.parameters
-            for place in parameter.places
-            if (other := place[0]._parameters.get(place[1])) is None
-            or not (other is parameter.sharded or other is parameter.full)
-        ]
-        if not changes:
-            return []
-        adopted = []
-        for parameter, (module, _), other in changes:
-            adopted.append((parameter, _fitting(parameter, module, other, [o for o in others if o is not self])))
-        self.reshard()
-        for (parameter, other), (_, place, _) in zip(adopted, changes, strict=True):
-            module, attribute = place
-            if (own := next((p for p in self.parameters if p.is_shown_as(other)), None)) is not None:
-                parameter.places.remove(place)
-                own.places.append(place)
-                module._parameters[attribute] = own.sharded
-                continue
-            spec = parameter.sharded._spec  # type: ignore[attr-defined]
-            if isinstance(other, DTensor):
-                value = other.redistribute(placements=spec.placements)
-            else:
-                value = distribute_tensor(other.detach(), spec.mesh, spec.placements, src_data_rank=None)
-            home = next(buffer.device for buffer in self.buffers if parameter in buffer.parameters)
-            _take_values(parameter.sharded, value.detach(), home)
-            parameter.sharded.requires_grad_(other.requires_grad)
-            module._parameters[attribute] = parameter.sharded
-        self.rehome()
-        return adopted
-
     def full_storages(self) -> set[int]:
         """The memory of the unsharded parameters, by its ``_cdata``."""
         return {b.full.flat.untyped_storage()._cdata for b in self.buffers if b.full is not None}
@@ -1029,53 +692,3 @@ def _addend(gradient: DTensor, full: DTensor, outer: Outer | None) -> Tensor:
         for dim in outer.seen[2]:
             placements[dim] = gradient.placements[dim]
     return gradient.redistribute(placements=placements).to_local()
-
-
-def _fitting(
-    parameter: BucketParameter, module: nn.Module, other: nn.Parameter | None, others: Sequence[Bucket]
-) -> nn.Parameter:
-    """What stands in a module in the place of a sharded parameter, if it can be its new value."""
-    what = f"parameter {parameter.name!r} of shape {tuple(parameter.sharded.shape)}"
-    if other is None:
-        raise RuntimeError(f"{what} was removed from its {type(module).__name__} after fully_shard; remove it before")
-    if other.shape != parameter.sharded.shape:
-        raise RuntimeError(
-            f"{what} was replaced after fully_shard by one of shape {tuple(other.shape)}; replace it before, or shard "
-            f"a module of its own"
-        )
-    for bucket in others:
-        if (tied := next((p for p in bucket.parameters if p.is_shown_as(other)), None)) is not None:
-            raise RuntimeError(
-                f"{what} was tied after fully_shard to {tied.name!r} of {bucket.name!r}, which is gathered and reduced "
-                f"at other times; tie them before, and pass both modules in one list or to the call on their parent"
-            )
-    return other
-
-
-def _take_values(sharded: nn.Parameter, value: Tensor, home: torch.device) -> None:
-    """Let ``sharded`` hold the local tensor of ``value``, a DTensor, on ``home`` unless that is meta."""
-    assert isinstance(value, DTensor)
-    local = value._local_tensor if home.type == "meta" else value._local_tensor.to(home)
-    if (local.dtype, local.device) != (sharded.dtype, sharded.device):
-        # The outer tensor has a dtype and a device too.
-        fresh = nn.Parameter(DTensor(local, value._spec, requires_grad=False), requires_grad=sharded.requires_grad)
-        fresh.__dict__.update(sharded.__dict__)
-        torch.utils.swap_tensors(sharded, fresh)
-    sharded._local_tensor = local  # type: ignore[attr-defined]  # a DTensor
-
-
-def _run_hooks(parameter: nn.Parameter) -> None:
-    """``register_post_accumulate_grad_hook`` on a sharded parameter fires when its reduced gradient is there."""
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        hook(parameter)
-
-
-# nn.Parameter(DTensor) is typed as a plain Parameter: hence the ignores where this file reaches its local and spec.
-
-
-def _move_into(parameter: nn.Parameter, home: DTensor) -> None:
-    """Make ``parameter`` (an ``nn.Parameter`` that is a DTensor) a view of ``home``'s local tensor, keeping its
-    identity.
-    """
-    parameter._local_tensor = home._local_tensor  # type: ignore[attr-defined]
-    parameter._spec = home._spec  # type: ignore[attr-defined]

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
+from fsdp.bucket import Bucket
+from fsdp.changes import take_up_changes
+from fsdp.flat_buffer import BucketParameter, FlatBuffer
 from fsdp.hooks import State, state_of
 from ragged_shard.dbuffer import DBuffer
 
@@ -57,7 +59,7 @@ def _refuse_in_an_iteration(state: State) -> None:
             f"optimizer.step() and the next forward"
         )
     # Registers the shards, which are what is copied.
-    state.bucket.take_up_changes()
+    take_up_changes(state.bucket)
     state.bucket.reshard()
 
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp.bucket import BucketParameter, FlatBuffer
+from fsdp.flat_buffer import BucketParameter, FlatBuffer
 from ragged_shard.collectives import Pending, all_gather_in_place, all_gather_v, on_wire
 from ragged_shard.dbuffer import DBuffer, Layout
 from ragged_shard.pool import Lease, Pool, storage_bytes

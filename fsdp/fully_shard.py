@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.agree import agree, tell
-from fsdp.bucket import Bucket, BucketParameter, FlatBuffer
+from fsdp.bucket import Bucket
 from fsdp.extension import ExtendedBuffer, chunk_numel, is_extended, local_shard
+from fsdp.flat_buffer import BucketParameter, FlatBuffer
 from fsdp.hooks import State, state_of
 from fsdp.module import FSDPModule, fsdp_class
 from fsdp.superseded import UNSHARDED, name_of_superseded, supersede

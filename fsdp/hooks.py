@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.bucket import Bucket
+from fsdp.changes import adopt_assigned, take_up_changes_of_gathered
 from fsdp.schedule import Schedule
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import will_run
@@ -97,12 +98,12 @@ class State:
 
     def _show_sharded(self, *_: Any, **__: Any) -> None:
         if self.bucket.is_unsharded:
-            self.bucket.take_up_changes_of_gathered()
+            take_up_changes_of_gathered(self.bucket)
         self.bucket.reshard()
 
     def _adopt_assigned(self, *_: Any) -> None:
         """``load_state_dict(assign=True)`` has put other parameters in the place of ours: take their values."""
-        self.bucket.adopt_assigned()
+        adopt_assigned(self.bucket)
 
     # -- root --
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fsdp.bucket import Bucket
+from fsdp.changes import note_versions, rehome, take_up_changes, take_up_changes_of_gathered
 from fsdp.deepcopy import deepcopy
 from fsdp.hooks import State, state_of
 
@@ -29,7 +30,7 @@ class UnshardHandle(TorchUnshardHandle):
         """Wait until the module's parameters are the gathered ones."""
         if self._bucket is not None:
             self._bucket.wait_unshard()
-            self._bucket.note_versions()
+            note_versions(self._bucket)
             self._bucket = None
 
 
@@ -63,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         if state.schedule is None:
             state.bind_alone()
         bucket = state.bucket
-        bucket.take_up_changes()
+        take_up_changes(bucket)
         bucket.unshard()
         bucket.pinned = True
         handle = UnshardHandle(bucket)
@@ -80,7 +81,7 @@ class FSDPModule(TorchFSDPModule):
         bucket = self._get_fsdp_state().bucket
         try:
             if bucket.is_unsharded:
-                bucket.take_up_changes_of_gathered()
+                take_up_changes_of_gathered(bucket)
         finally:
             bucket.reshard()
 
@@ -236,7 +237,7 @@ class FSDPModule(TorchFSDPModule):
         """
         self.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self._get_fsdp_state().bucket.rehome()
+        rehome(self._get_fsdp_state().bucket)
         return result
 
 

@@ -27,7 +27,9 @@ from torch._C._functorch import TransformType
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.bucket import Bucket, FlatBuffer, untransformed
+from fsdp.bucket import Bucket, untransformed
+from fsdp.changes import note_versions, take_up_changes, take_up_changes_of_gathered
+from fsdp.flat_buffer import FlatBuffer
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import Witnesses, witnesses_of
 from ragged_shard.pool import Pool
@@ -110,7 +112,7 @@ class Schedule:
         if torch.is_grad_enabled():
             witnesses_of(self._forward().witnesses)
         for bucket in self.buckets:
-            bucket.take_up_changes(self.buckets)
+            take_up_changes(bucket, self.buckets)
             if not (bucket.pinned or bucket.keeps_unsharded):
                 bucket.reshard()
         self._last_sequence, self._sequence = self._sequence, []
@@ -164,7 +166,7 @@ class Schedule:
             else:
                 bucket.reshard()
         else:
-            bucket.note_versions()
+            note_versions(bucket)
 
     def end_group(self, bucket: Bucket, needs_backward: bool) -> None:
         """The root's forward ends, and did not run all modules of this bucket's list on this rank: on all ranks,
@@ -191,7 +193,7 @@ class Schedule:
         self._callback_queued = True
         for bucket in self.buckets:
             if bucket.is_unsharded:
-                bucket.take_up_changes_of_gathered()
+                take_up_changes_of_gathered(bucket)
         self._keeps_unsharded = _to_be_differentiated()
         self._covered, self._retained = [], torch._C._autograd._get_current_graph_task_keep_graph()
         Variable._execution_engine.queue_callback(self.end_backward)

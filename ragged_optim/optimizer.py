@@ -12,9 +12,6 @@ collective.
 
 from __future__ import annotations
 
-import functools
-import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -30,12 +27,28 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ragged_optim import owners
 from ragged_optim.buckets import Bucket, flat_states, whole_buckets
+from ragged_optim.entry import Entry, is_incomplete, wants_state
 from ragged_optim.exchange import Exchange, Live, MatrixParam, compute_here
+from ragged_optim.groups import (
+    FOREIGN_KEYS,
+    OWN_KEYS,
+    TORCH_SWITCHES,
+    PortablePolicy,
+    blocks_of,
+    check_block,
+    check_keys,
+    dtype_of,
+    hashable,
+    ids_of,
+    keys_of,
+    named_pairs,
+    without_empty,
+)
 from ragged_optim.layout import Extent, Layout, fragments, layout_of, refuse_partial
 from ragged_optim.policies import Explanation, Row
 from ragged_optim.quantize import tiling
-from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule, StateSpec
-from ragged_optim.rules import NAMES, rule_of
+from ragged_optim.rule import BlockwiseRule, ElementwiseRule, MatrixRule, Rule
+from ragged_optim.rules import rule_of
 from ragged_optim.state import (
     Tiled,
     check_loadable,
@@ -47,37 +60,9 @@ from ragged_optim.state import (
     make_param_state,
     make_tiled_state,
 )
-from ragged_shard.block import Block
 from ragged_shard.policy import OrigParamPolicy, ParamPolicy, apply_policy
 
-__all__ = ["RaggedOptimizer", "given", "refuse"]
-
-# What torch's schedulers and named parameters put into param groups, and what we do.
-FOREIGN_KEYS = frozenset(
-    {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-)
-OWN_KEYS = frozenset({"rule", "state_version"})
-# Implementation switches in the state dicts of torch's own optimizers; they say nothing about the state.
-TORCH_SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
-
-
-def refuse(optimizer: str, **requested: bool | None) -> None:
-    """Raise ``ValueError`` for options of torch's optimizers that are asked for and not provided here."""
-    for option, wanted in requested.items():
-        if wanted:
-            raise ValueError(
-                f"ragged_optim.{optimizer} does not support {option}; leave it out (it chooses its own kernels)"
-            )
-
-
-def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords for ``RaggedOptimizer`` from the ``locals()`` with which a constructor that names them begins.
-
-    ``adamw_NAME`` is what parameters get that a policy sends to AdamW.
-    """
-    own = {key: value for key, value in arguments.items() if key not in ("self", "params", "__class__")}
-    rest = {key.removeprefix("adamw_"): own.pop(key) for key in list(own) if key.startswith("adamw_")}
-    return {**own, "others": {"adamw": rest}}
+__all__ = ["RaggedOptimizer"]
 
 
 class RaggedOptimizer(Optimizer):
@@ -110,25 +95,23 @@ class RaggedOptimizer(Optimizer):
         self._others = {name: dict(values) for name, values in (others or {}).items()}
         self._policy, self._default_policy = orig_param_policy, default_policy
         self._forget_plans()
-        _check_keys(self._rule, hyperparameters, self._rule.name)
+        check_keys(self._rule, hyperparameters, self._rule.name)
         self._defaults = {**self._rule.defaults, **hyperparameters}
         self._rule.check(self._defaults)
         for other, values in self._others.items():
             rest = rule_of(other)
             rest.check({**rest.defaults, **values})
-        super().__init__(_without_empty(params), dict(self._defaults))
+        super().__init__(without_empty(params), dict(self._defaults))
         self._check_policy()
 
     def _forget_plans(self) -> None:
         self._layouts: dict[Tensor, Layout] = {}
         self._matrix_params: dict[Tensor, MatrixParam] = {}
         self._exchanges: list[Exchange] | None = None
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._buckets: dict[int, list[Bucket]] = {}
         # Only these references keep the flat buffers under bucket states known to ``buffer_of``.
         self._state_buffers: list[Any] = []
-
-    # ---- groups -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; a group whose parameters go to several rules becomes several groups."""
@@ -156,7 +139,7 @@ class RaggedOptimizer(Optimizer):
             self.defaults = {**others, "momentum": defaults["betas"][0]}
 
     def _split(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
-        pairs = _named(param_group["params"])
+        pairs = named_pairs(param_group["params"])
         named = bool(pairs) and pairs[0][0] is not None
         overrides = {key: value for key, value in param_group.items() if key not in ("params", "param_names", "rule")}
         given = param_group.get("rule")
@@ -195,9 +178,9 @@ class RaggedOptimizer(Optimizer):
                     rule.matrices(tuple(param.shape), hyper)
                 except ValueError as error:
                     raise ValueError(f"parameter {label!r}: {error}") from None
-            for block in _blocks_of(rule, tuple(param.shape), hyper):
-                _check_block(block, rule, param, label)
-            key = (rule.name, tuple((k, _hashable(hyper[k])) for k in sorted(hyper)))
+            for block in blocks_of(rule, tuple(param.shape), hyper):
+                check_block(block, rule, param, label)
+            key = (rule.name, tuple((k, hashable(hyper[k])) for k in sorted(hyper)))
             group = groups.setdefault(
                 key, {"params": [], "rule": rule.name, **hyper, "state_version": rule.state_version}
             )
@@ -258,14 +241,14 @@ class RaggedOptimizer(Optimizer):
                 own[key] = value
             elif rule.family == prefixes[prefix]:
                 foreign[key.removeprefix(prefix)] = value
-            elif key.removeprefix(prefix) not in _keys_of(prefixes[prefix]):
+            elif key.removeprefix(prefix) not in keys_of(prefixes[prefix]):
                 raise ValueError(
                     f"unknown hyperparameter {key!r} in this param group; after {prefix} may stand "
-                    f"{', '.join(sorted(_keys_of(prefixes[prefix])))}"
+                    f"{', '.join(sorted(keys_of(prefixes[prefix])))}"
                 )
-        _check_keys(first, own, "this param group")
-        _check_keys(rule, foreign, f"this param group, after {rule.family}_")
-        _check_keys(rule, policy.hyperparameters, f"the policy of parameter {label!r}")
+        check_keys(first, own, "this param group")
+        check_keys(rule, foreign, f"this param group, after {rule.family}_")
+        check_keys(rule, policy.hyperparameters, f"the policy of parameter {label!r}")
         if rule is first:
             hyper = {**(self._defaults if rule is self._rule else rule.defaults), **own}
         else:
@@ -335,8 +318,6 @@ class RaggedOptimizer(Optimizer):
         in_order = sorted(loads, key=lambda who: (len(who), who))
         return Explanation(tuple(rows), tuple((who, *loads[who]) for who in in_order))
 
-    # ---- state --------------------------------------------------------------------------------------------------
-
     def layout(self, param: Tensor, name: str) -> Layout:
         """How ``param`` lies on the ranks."""
         layout = self._layouts.get(param)
@@ -352,7 +333,7 @@ class RaggedOptimizer(Optimizer):
         missing = [
             (name, param, group)
             for name, param, group in self.named_entries()
-            if param in late or (_wants_state(param) and _is_incomplete(self.rule_of(group), self.state, param, group))
+            if param in late or (wants_state(param) and is_incomplete(self.rule_of(group), self.state, param, group))
         ]
         if not missing:
             return
@@ -421,8 +402,6 @@ class RaggedOptimizer(Optimizer):
             for of in params:
                 of.owners = [next(chosen) for _ in of.matrices]
 
-    # ---- step ---------------------------------------------------------------------------------------------------
-
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -469,7 +448,7 @@ class RaggedOptimizer(Optimizer):
                 RuntimeWarning,
                 stacklevel=4,
             )
-        by_group: dict[int, list[_Entry]] = {}
+        by_group: dict[int, list[Entry]] = {}
         for entry in entries:
             if entry.of is None and entry.grad is not None:
                 by_group.setdefault(id(entry.group), []).append(entry)
@@ -482,7 +461,7 @@ class RaggedOptimizer(Optimizer):
         for entry in entries:
             entry.grad = None
 
-    def _up_to_date_entries(self) -> list[_Entry]:
+    def _up_to_date_entries(self) -> list[Entry]:
         """What is known of each parameter; found anew when groups or states have changed since the last step."""
         self._take_up_momentum()
         here = [(param, group) for group in self.param_groups for param in group["params"]]
@@ -493,7 +472,7 @@ class RaggedOptimizer(Optimizer):
             self._complete_states()
             self._buckets = {}
             self._entries = [
-                _Entry(name, param, group, self.rule_of(group), self._matrix_params.get(param), self.state.get(param))
+                Entry(name, param, group, self.rule_of(group), self._matrix_params.get(param), self.state.get(param))
                 for name, param, group in self.named_entries()
             ]
         return self._entries
@@ -506,7 +485,7 @@ class RaggedOptimizer(Optimizer):
                 if "betas" in group:
                     group["betas"] = (momentum, *group["betas"][1:])
 
-    def _step_elementwise(self, rule: ElementwiseRule, group: dict[str, Any], live: Sequence[_Entry]) -> None:
+    def _step_elementwise(self, rule: ElementwiseRule, group: dict[str, Any], live: Sequence[Entry]) -> None:
         params, gradients, states = [], [], []
         taken_out = [entry.without_nonfinite() for entry in live]
         whole, rest = ([], live) if any(taken_out) else self._whole_buckets(group, live)
@@ -535,8 +514,8 @@ class RaggedOptimizer(Optimizer):
             bucket.follow()
 
     def _whole_buckets(
-        self, group: Mapping[str, Any], live: Sequence[_Entry]
-    ) -> tuple[list[tuple[Bucket, Tensor]], Sequence[_Entry]]:
+        self, group: Mapping[str, Any], live: Sequence[Entry]
+    ) -> tuple[list[tuple[Bucket, Tensor]], Sequence[Entry]]:
         """Buckets of which every parameter has a gradient in one gradient buffer, with it; the parameters left."""
         buckets = self._buckets.get(id(group))
         if buckets is None or not all(bucket.holds(self.state) for bucket in buckets):
@@ -550,7 +529,7 @@ class RaggedOptimizer(Optimizer):
         taken = {id(param) for bucket, _ in whole for param in bucket.params}
         return whole, [entry for entry in live if id(entry.param) not in taken] if taken else live
 
-    def _step_blockwise(self, live: Sequence[_Entry]) -> None:
+    def _step_blockwise(self, live: Sequence[Entry]) -> None:
         for entry in live:
             rule, group = entry.rule, entry.group
             assert isinstance(rule, BlockwiseRule) and entry.grad is not None
@@ -564,7 +543,7 @@ class RaggedOptimizer(Optimizer):
             for key, store in tiled.items():
                 store.write(state[key])
 
-    def _states_here(self, entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]]:
+    def _states_here(self, entry: Entry) -> tuple[dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]]:
         """What lies here of the states of a parameter: as they are, those in 8 bits, and those of its matrices."""
         assert entry.state is not None
         here = [local(value) for value in entry.state.values()]
@@ -577,7 +556,7 @@ class RaggedOptimizer(Optimizer):
             found = entry.here = here, state, tiled, owned
         return found[1:]
 
-    def _local_state(self, entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Tiled]]:
+    def _local_state(self, entry: Entry) -> tuple[dict[str, Tensor], dict[str, Tiled]]:
         """What lies here of the states of a parameter: as they are, and those in 8 bits by the rule's own key."""
         state = {key: local(value) for key, value in self.state[entry.param].items()}
         if not any(key.endswith(".codes") for key in state):
@@ -589,7 +568,7 @@ class RaggedOptimizer(Optimizer):
                 tiled[key] = Tiled(codes, scales, tiling(shape, *spec.tile), self._extent(entry))
         return state, tiled
 
-    def _extent(self, entry: _Entry) -> Extent:
+    def _extent(self, entry: Entry) -> Extent:
         """Which elements of a parameter without cut blocks lie here."""
         if entry.extent is None:
             layout = self.layout(entry.param, entry.name)
@@ -608,7 +587,7 @@ class RaggedOptimizer(Optimizer):
             self._exchanges = [Exchange(group, params) for group, params in by_group.items()]
         return self._exchanges
 
-    def _step_matrices(self, exchanges: Sequence[Exchange], entries: Sequence[_Entry]) -> None:
+    def _step_matrices(self, exchanges: Sequence[Exchange], entries: Sequence[Entry]) -> None:
         lives: dict[dist.ProcessGroup | None, list[Live]] = {}
         for entry in entries:
             of, grad = entry.of, entry.grad
@@ -685,7 +664,7 @@ class RaggedOptimizer(Optimizer):
         saved_groups = deepcopy(state_dict["param_groups"])
         self._check_groups(saved_groups)
         entries = list(self.named_entries())
-        saved_ids = _saved_ids(saved_groups, [name for name, _, _ in entries])
+        saved_ids = ids_of(saved_groups, [name for name, _, _ in entries])
         new_groups = {
             id(group): self._loaded(group, saved) for group, saved in zip(self.param_groups, saved_groups, strict=True)
         }
@@ -741,7 +720,7 @@ class RaggedOptimizer(Optimizer):
         rule = self.rule_of(group)
         own = ("params", "param_names", "rule", "state_version", *rule.shaping)
         kept = {key: group[key] for key in own if key in group}
-        new = {key: _dtype_of(value) for key, value in saved.items() if key not in TORCH_SWITCHES}
+        new = {key: dtype_of(value) for key, value in saved.items() if key not in TORCH_SWITCHES}
         return {**rule.defaults, **new, **kept}
 
     def _check_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -778,7 +757,7 @@ class RaggedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others", "_defaults")
-        policies = {key: _Policy(self.__dict__[key]) for key in ("_policy", "_default_policy")}
+        policies = {key: PortablePolicy(self.__dict__[key]) for key in ("_policy", "_default_policy")}
         # States lie at their owners, which depend on the order in which parameters were added.
         owners = {param: of.owners for param, of in self._matrix_params.items()}
         return {**{key: self.__dict__[key] for key in kept}, **policies, "_owners": owners}
@@ -794,212 +773,3 @@ class RaggedOptimizer(Optimizer):
                 self._matrix_params[param] = self._matrix_param(name, param, group, rule)
                 self._matrix_params[param].owners = list(owners[param])
         self._choose_owners()
-
-
-class _Policy:
-    """A policy on its way into a copy or a file; one that cannot be pickled is found missing when it is next asked."""
-
-    def __init__(self, function: OrigParamPolicy | None) -> None:
-        self.function = function
-
-    def __deepcopy__(self, memo: object) -> _Policy:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        try:
-            pickle.dumps(self.function)
-        except Exception:
-            return _Policy, (_lost,)
-        return _Policy, (self.function,)
-
-
-def _lost(name: str, parameter: Any) -> ParamPolicy | None:
-    raise ValueError(
-        f"who updates parameter {name!r}? The orig_param_policy of this optimizer could not be pickled with it: define "
-        "it as a function of a module, or give the group its rule"
-    )
-
-
-class _Entry:
-    """What a step needs to know of one parameter, and its local gradient during one."""
-
-    __slots__ = ("extent", "grad", "group", "here", "name", "of", "param", "rule", "state")
-
-    def __init__(
-        self,
-        name: str,
-        param: Tensor,
-        group: dict[str, Any],
-        rule: Rule,
-        of: MatrixParam | None,
-        state: dict[str, Tensor] | None,
-    ) -> None:
-        self.name, self.param, self.group, self.rule, self.of, self.state = name, param, group, rule, of, state
-        self.grad: Tensor | None = None
-        # For block-wise rules: which blocks lie here.
-        self.extent: Extent | None = None
-        # The local tensors of the states, and what they are to the rule.
-        self.here: tuple[list[Tensor], dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]] | None = None
-
-    def is_of(self, param: Tensor, group: dict[str, Any], state: dict[str, Tensor] | None) -> bool:
-        """Whether this still holds; without a state, whether there should be none."""
-        if self.param is not param or self.group is not group or self.state is not state:
-            return False
-        return not _wants_state(param) if state is None else not self.rule.lacks(state, group)
-
-    def is_finite(self) -> bool:
-        """Whether the gradient is, as far as it lies here; true where a group does not ask for it."""
-        return self.grad is None or not self.group.get("skip_nonfinite") or bool(self.grad.isfinite().all())
-
-    def without_nonfinite(self) -> bool:
-        """Take what is not finite of the gradient as 0, where the group asks for it; whether there was any."""
-        if self.grad is None or self.is_finite():
-            return False
-        bad = ~self.grad.isfinite()
-        self.grad = self.grad.masked_fill(bad, 0.0)
-        warnings.warn(
-            f"non-finite gradient of parameter {self.name!r} in {int(bad.sum())} element(s), which are taken as 0",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return True
-
-    def local_grad(self) -> Tensor | None:
-        """What lies here of the gradient; checked against the parameter."""
-        param, grad = self.param, self.param.grad
-        if grad is None:
-            return None
-        if param.is_meta:
-            raise RuntimeError(f"parameter {self.name!r} is on the meta device and has a gradient: materialise it")
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of parameter {self.name!r} is sparse ({grad.layout}); ragged_optim takes dense "
-                "gradients only"
-            )
-        if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and _same_placements(grad, param)):
-            found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
-            raise RuntimeError(
-                f"parameter {self.name!r} lies as {param.placements}, its gradient as {found}; redistribute the "
-                "gradient to the parameter's placements before step()"
-            )
-        return local(grad)
-
-
-def _is_incomplete(rule: Rule, states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor, group: Any) -> bool:
-    return param not in states or rule.lacks(states[param], group)
-
-
-def _wants_state(param: Tensor) -> bool:
-    """Meta and frozen parameters have no state."""
-    return not param.is_meta and (param.requires_grad or param.grad is not None)
-
-
-def _same_placements(a: DTensor, b: DTensor) -> bool:
-    return a.placements is b.placements or a.placements == b.placements
-
-
-# ---- groups ---------------------------------------------------------------------------------------------------------
-
-
-def _without_empty(params: ParamsT) -> ParamsT:
-    if isinstance(params, Tensor):
-        raise TypeError(
-            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
-            f"{torch.typename(params)}"
-        )
-    listed = list(params)
-    if not listed:
-        raise ValueError("optimizer got an empty parameter list")
-    return cast(ParamsT, listed)
-
-
-def _named(params: Any) -> list[tuple[str | None, Tensor]]:
-    if isinstance(params, Tensor):
-        params = [params]
-    if isinstance(params, set):
-        raise TypeError(
-            "optimizer parameters need to be organized in ordered collections, but sets have no order; use a list"
-        )
-    listed = list(params)
-    pairs = [(item[0], item[1]) if isinstance(item, tuple) else (None, item) for item in listed]
-    if len({name is None for name, _ in pairs}) > 1:
-        raise ValueError("all optimizer params should be with/without names. Some param names are missing")
-    return pairs
-
-
-def _check_keys(rule: Rule, keys: Iterable[str], where: str) -> None:
-    unknown = [key for key in keys if key not in rule.defaults and key not in FOREIGN_KEYS and key not in OWN_KEYS]
-    if unknown:
-        raise ValueError(
-            f"unknown hyperparameter {', '.join(map(repr, unknown))} for rule {rule.name!r} in {where}; it takes "
-            f"{', '.join(rule.defaults)}"
-        )
-
-
-@functools.cache
-def _keys_of(family: str) -> frozenset[str]:
-    """The hyperparameters of the rules of ``family``."""
-    rules = map(rule_of, NAMES)
-    return frozenset(key for rule in rules if rule.family == family for key in rule.defaults)
-
-
-def _saved_ids(saved_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
-    """The key of each of our parameters in a state dict: by name if it has ours in another order, else by position."""
-    ids = [saved for group in saved_groups for saved in group["params"]]
-    saved_names = [name for group in saved_groups for name in group.get("param_names", ())]
-    # torch.distributed.checkpoint puts names in place of numbers, already in our order.
-    numbered = all(isinstance(i, int) for i in ids)
-    if numbered and len(saved_names) == len(ids) and set(saved_names) == set(names):
-        by_name = dict(zip(saved_names, ids, strict=True))
-        return [by_name[name] for name in names]
-    return ids
-
-
-def _dtype_of(value: Any) -> Any:
-    """``"torch.bfloat16"`` back to the dtype; anything else as it is."""
-    if isinstance(value, str) and value.startswith("torch."):
-        return getattr(torch, value.removeprefix("torch."))
-    return value
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return id(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    return value
-
-
-def _blocks_of(rule: Rule, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> Iterable[Block]:
-    """What the rule needs whole on one rank: its block, and the tiles of its 8-bit states."""
-    if isinstance(rule, BlockwiseRule):
-        yield rule.block(shape, hyper)
-    specs = rule.init(shape, hyper)
-    if not isinstance(specs, dict) or not all(isinstance(spec, StateSpec) for spec in specs.values()):
-        raise TypeError(f"rule {rule.name!r}: init() returns a dict of StateSpec(shape, ...) by name, not {specs!r}")
-    for spec in specs.values():
-        if spec.tile is not None:
-            yield tiling(shape, *spec.tile).block
-
-
-def _check_block(block: Block, rule: Rule, param: Tensor, name: str) -> None:
-    """Every rank boundary must fall between two blocks."""
-    layout, shape = layout_of(param, name), tuple(param.shape)
-    size, total = block.numel(shape), math.prod(shape)
-    for rank in range(len(layout.pieces)):
-        extent = layout.extent(rank)
-        cut = "it is not cut along its rows" if extent is None else _cut_of(extent, size, total)
-        if cut:
-            raise ValueError(
-                f"parameter {name!r} of shape {shape} is sharded as {getattr(param, 'placements', ())}, but "
-                f"{rule.name} needs every block {block} whole on one rank: {cut}. Shard it with fsdp.fully_shard and "
-                f"a policy that says ParamPolicy(block=Block.{block}), or send the parameter to another rule"
-            )
-
-
-def _cut_of(extent: Extent, size: int, total: int) -> str:
-    for edge in (extent.start, extent.stop):
-        start = edge - edge % size
-        if edge != start and edge != total:
-            return f"a rank boundary at element {edge} cuts the block of elements {start} to {min(total, start + size)}"
-    return ""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ragged_optim.groups import refuse
 from ragged_optim.kernels import AdamWKernel, adamw_kernel, plain
-from ragged_optim.optimizer import RaggedOptimizer, refuse
+from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import ElementwiseRule, Group, State, StateSpec, learning_rate
 from ragged_shard.policy import OrigParamPolicy
 

@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import newton_schulz as ns
+from ragged_optim.groups import given
 from ragged_optim.kernels import MuonKernel, muon_kernel, plain
-from ragged_optim.optimizer import RaggedOptimizer, given
+from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ragged_optim import matrix_roots as roots
-from ragged_optim.optimizer import RaggedOptimizer, given
+from ragged_optim.groups import given
+from ragged_optim.optimizer import RaggedOptimizer
 from ragged_optim.rule import Group, MatrixRule, State, StateSpec, decay, learning_rate, wide
 from ragged_shard.policy import OrigParamPolicy
 
