@@ -20,6 +20,9 @@ from ragged_optim.kernels import ROOM, Scalars
 
 __all__ = ["compiled_step", "step_of_tiles"]
 
+# Graphs of one process: options, tiles and sizes of 1 each make others. Beyond torch's own 8 a whole graph is an error.
+GRAPHS = 256
+
 
 def step_of_tiles(
     param: Tensor,
@@ -143,7 +146,8 @@ def compiled_step() -> Callable[..., list[int]]:
         values = (1 - step.beta1, step.beta2, 1 - step.beta2, step.shrink, step.size, step.eps, step.l2)
         scalars = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
         options = (height, width, 1 - step.beta1 < 0.5, step.l2 != 0.0, dynamic, skip)
-        wrong = run(*tensors, *scales, row_keys, col_keys, scalars, q.dynamic_tables(device), *options)
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            wrong = run(*tensors, *scales, row_keys, col_keys, scalars, q.dynamic_tables(device), *options)
         return wrong.flatten().nonzero().flatten()[:ROOM].tolist() if bool(wrong.any()) else []
 
     return step

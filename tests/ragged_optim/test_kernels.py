@@ -150,6 +150,28 @@ def test_the_compiled_step_agrees_with_eager_in_every_code_and_scale() -> None:
     compiled_beside("cpu", (40, 33), False)
 
 
+def test_the_compiled_step_is_allowed_a_graph_for_every_option_and_kind_of_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A process with nine of them died of FailOnRecompileLimitHit.
+    limits = []
+
+    def compiled(function: Any, **options: Any) -> Any:
+        def run(*args: Any) -> torch.Tensor:
+            limits.append(torch._dynamo.config.recompile_limit)
+            return torch.zeros(1, 1, dtype=torch.bool)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    step = compiled_step.__wrapped__()
+    monkeypatch.setattr(adamw8bit, "_kernel", lambda device: step)
+    param = nn.Parameter(torch.zeros(64, 64))
+    param.grad = torch.ones_like(param)
+    ragged_optim.AdamW8bit([param]).step()
+    assert limits == [256] and torch._dynamo.config.recompile_limit < 256
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize(
