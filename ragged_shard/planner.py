@@ -40,6 +40,7 @@ from ragged_shard.bound import (
     vector_elements,
 )
 from ragged_shard.packing import PAPER_TENSORS, Layout, fit, paper_search, search
+from ragged_shard.whole import keep_whole
 
 __all__ = ["BucketPlan", "BufferPlan", "TensorSpec", "lower_bound", "plan_bucket", "plan_model", "validate"]
 
@@ -462,7 +463,11 @@ def plan_bucket(
             parts = split(problem, world_size, parts[0][1], max_buffers, min_saving)
         for part, layout in parts:
             at_zero = sorted(empty.pop(problem.itemsize, ()))
-            buffers.append(build(*more_aligned(part, layout, world_size, sizes), world_size, sizes, at_zero))
+            placed, laid = more_aligned(part, layout, world_size, sizes)
+            if method == "ours":
+                runs = keep_whole(placed.kinds, laid.runs, laid.shard, world_size)
+                laid = replace(laid, runs=tuple(runs))
+            buffers.append(build(placed, laid, world_size, sizes, at_zero))
             bounds.append(layout.lower_bound)
             reasons.extend(why(part, layout, world_size))
     return BucketPlan(
