@@ -173,8 +173,8 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:
 
 
 class AdamW(RaggedOptimizer):
-    """``torch.optim.AdamW`` for plain, ``Shard(0)`` and ``RaggedShard`` parameters, in one go over memory: by torch's fused
-    kernel, or on the CPU by one of our own with the same bits.
+    """``torch.optim.AdamW`` for plain, ``Shard(0)`` and ``RaggedShard`` parameters, in one go over memory: by torch's
+    fused kernel, or on the CPU by one of our own with the same bits.
 
     ``state_dtype``: dtype of the moments (default: the parameter's, as torch). ``orig_param_policy`` routes single
     parameters to other rules or hyperparameters.
