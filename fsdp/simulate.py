@@ -430,7 +430,11 @@ def scaling(profile: Profile, cluster: Cluster, ranks: Sequence[int]) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*lines, _assumptions(cluster), f"speed-up: over {profile.ranks} ranks without communication"])
+    return "\n".join([*lines, _assumptions(cluster), f"speed-up: over {_ranks(profile)} without communication"])
+
+
+def _ranks(profile: Profile) -> str:
+    return "1 rank" if profile.ranks == 1 else f"{profile.ranks} ranks"
 
 
 def _both(profile: Profile, cluster: Cluster, ranks: Sequence[int]) -> list[tuple[Prediction, Prediction]]:
@@ -457,13 +461,12 @@ def plot(profile: Profile, cluster: Cluster, ranks: Sequence[int], path: str | P
     left.bar(labels, computation, label="computation", color="#4c72b0")
     left.bar(labels, exposed, bottom=computation, label="exposed communication", color="#dd8452")
     left.set(xlabel="ranks", ylabel="ms per step", title="weak scaling: the same work on each rank")
-    left.legend()
+    left.margins(y=0.25)  # room for the legend
+    left.legend(loc="upper left")
     base = profile.compute_seconds / cluster.compute_scale
     right.loglog(ranks, [base / strong.step_seconds for _, strong in pairs], "o-", label="predicted", color="#4c72b0")
     right.loglog(ranks, [count / profile.ranks for count in ranks], "--", label="ideal", color="grey")
-    right.set(
-        xlabel="ranks", ylabel=f"speed-up over {profile.ranks} ranks", title="strong scaling: the same work in all"
-    )
+    right.set(xlabel="ranks", ylabel=f"speed-up over {_ranks(profile)}", title="strong scaling: the same work in all")
     right.legend()
     figure.suptitle(_assumptions(cluster).replace("; ", "\n", 1), fontsize=7)
     figure.savefig(path, dpi=120)
