@@ -34,7 +34,8 @@ class Witnesses:
 
     Nodes of this file's functions alone: Python owns those, so that a weak reference keeps no graph alive. Where none
     ran (a model of convolutions, or under autocast, torch.compile or torch.func) there is nothing to ask: any backward
-    is then taken to cover the forward, and to accumulate, which costs collectives and no correctness.
+    is then taken to cover the forward, and to accumulate, which costs collectives and no correctness as long as all
+    ranks judge alike (docs/fsdp.md says where they do not).
     """
 
     __slots__ = ("_first", "_last")
