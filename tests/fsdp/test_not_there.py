@@ -123,7 +123,8 @@ def test_no_public_method_of_torch_is_inherited_unawares() -> None:
     """
     torchs = FSDPModule.__mro__[1]
     public = {name for name, value in vars(torchs).items() if callable(value) and not name.startswith("_")}
-    assert public == set(CALLS) and public <= set(vars(Ours)), public ^ set(CALLS)
+    # An older torch has fewer.
+    assert public <= set(CALLS) <= set(vars(Ours)), (public - set(CALLS), set(CALLS) - set(vars(Ours)))
     for name in public - set(REFUSED) - {"set_reduce_scatter_unused_params"}:  # that one takes anything
         assert parameters_of(getattr(torchs, name)) == parameters_of(getattr(Ours, name)), name
 
