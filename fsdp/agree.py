@@ -89,7 +89,7 @@ def tell(error: Exception, what: str) -> NoReturn:
                     end = time.monotonic() + _MORE
                     break
             else:
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE)  # as in _wait
     raise error
 
 
@@ -116,7 +116,7 @@ def _wait(work: Any, group: Any, what: str) -> None:
     """Wait for a comparison; if that takes long, tell in the store in which group, and look who waits elsewhere."""
     begun = time.monotonic()
     while not work.is_completed() and time.monotonic() - begun < _PATIENCE:
-        time.sleep(1e-5)
+        time.sleep(1e-5)  # about what the comparison itself takes; Work.wait would not let this rank look elsewhere
     if not work.is_completed():
         store, name, look = c10d._get_default_store(), group.group_name, 2.0
         with _notice(store, f"{name}|{_turns[name]}|{_turns['']}"):
@@ -125,7 +125,7 @@ def _wait(work: Any, group: Any, what: str) -> None:
                     look *= 1.5
                     if (crossed := _crossed(store, group)) is not None:
                         raise ValueError(f"{what}: {crossed}")
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE)  # the store is one process's, which all ranks would ask without pause
     work.wait()
 
 
@@ -177,7 +177,7 @@ def _group_of(name: str, rank: int) -> Any:
     if name in ("", "?"):
         return None
     try:
-        group = c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]  # private
+        group = c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]  # private, and typed for its own names
     except (RuntimeError, ValueError):
         return None
     return group if {rank, dist.get_rank()} <= set(dist.get_process_group_ranks(group)) else None

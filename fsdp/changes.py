@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp.flat_buffer import dtensor_of
 from fsdp.superseded import ASSIGNED, supersede
 from ragged_shard.dbuffer import DBuffer, buffer_of
 
@@ -30,9 +31,6 @@ __all__ = [
 ]
 
 
-# nn.Parameter(DTensor) is typed as a plain Parameter: hence the ignores where this file reaches its local and spec.
-
-
 def rehome(bucket: Bucket) -> None:
     """Bring the sharded parameters back into flat buffers after ``module.to(...)`` / ``to_empty`` gave them
     memory of their own. Those of a buffer wait until all of them have the same dtype and device: the modules of a
@@ -43,7 +41,7 @@ def rehome(bucket: Bucket) -> None:
     for buffer in bucket.buffers:
         if buffer.extended:
             continue
-        locals_ = [p.sharded._local_tensor for p in buffer.parameters]  # type: ignore[attr-defined]
+        locals_ = [p.local for p in buffer.parameters]
         if buffer.is_home:
             continue
         dtypes, devices = {t.dtype for t in locals_}, {t.device for t in locals_}
@@ -64,9 +62,7 @@ def rehome(bucket: Bucket) -> None:
 def find_homes(bucket: Bucket) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]]:
     """What ``take_up_changes`` compares: where a sharded parameter is registered, itself, its local tensor."""
     return [
-        (module._parameters, attribute, p.sharded, p.sharded._local_tensor)  # type: ignore[attr-defined]
-        for p in bucket.parameters
-        for module, attribute in p.places
+        (module._parameters, attribute, p.sharded, p.local) for p in bucket.parameters for module, attribute in p.places
     ]
 
 
@@ -84,7 +80,7 @@ def take_up_changes(bucket: Bucket, others: Sequence[Bucket] = ()) -> None:
             return
     else:
         for registered, name, sharded, local in bucket.homes:
-            if registered.get(name) is not sharded or sharded._local_tensor is not local:  # type: ignore[attr-defined]
+            if registered.get(name) is not sharded or dtensor_of(sharded)._local_tensor is not local:
                 break
         else:
             return
@@ -154,7 +150,7 @@ def adopt_assigned(bucket: Bucket, others: Sequence[Bucket] = ()) -> list[tuple[
             own.places.append(place)
             module._parameters[attribute] = own.sharded
             continue
-        spec = parameter.sharded._spec  # type: ignore[attr-defined]
+        spec = dtensor_of(parameter.sharded)._spec
         if isinstance(other, DTensor):
             value = other.redistribute(placements=spec.placements)
         else:
@@ -197,12 +193,12 @@ def _take_values(sharded: nn.Parameter, value: Tensor, home: torch.device) -> No
         fresh = nn.Parameter(DTensor(local, value._spec, requires_grad=False), requires_grad=sharded.requires_grad)
         fresh.__dict__.update(sharded.__dict__)
         torch.utils.swap_tensors(sharded, fresh)
-    sharded._local_tensor = local  # type: ignore[attr-defined]  # a DTensor
+    dtensor_of(sharded)._local_tensor = local
 
 
 def _move_into(parameter: nn.Parameter, home: DTensor) -> None:
     """Make ``parameter`` (an ``nn.Parameter`` that is a DTensor) a view of ``home``'s local tensor, keeping its
     identity.
     """
-    parameter._local_tensor = home._local_tensor  # type: ignore[attr-defined]
-    parameter._spec = home._spec  # type: ignore[attr-defined]
+    dtensor = dtensor_of(parameter)
+    dtensor._local_tensor, dtensor._spec = home._local_tensor, home._spec

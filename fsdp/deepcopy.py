@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.bucket import Bucket
 from fsdp.changes import take_up_changes
-from fsdp.flat_buffer import BucketParameter, FlatBuffer
+from fsdp.flat_buffer import BucketParameter, FlatBuffer, dtensor_of, parameter_of
 from fsdp.hooks import State, state_of
 from ragged_shard.dbuffer import DBuffer
 
@@ -70,9 +70,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
         homes = _copy_shards(buffer)
         parameters = []
         for home, parameter in zip(homes, buffer.parameters, strict=True):
-            sharded = nn.Parameter(home, requires_grad=parameter.sharded.requires_grad)
-            # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
-            sharded._local_tensor = home._local_tensor  # type: ignore[attr-defined]  # a DTensor
+            sharded = parameter_of(home, parameter.sharded.requires_grad)
             for attribute, value in parameter.sharded.__dict__.items():
                 if attribute not in sharded.__dict__:
                     setattr(sharded, attribute, copy.deepcopy(value, memo))
@@ -87,9 +85,8 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> list[FlatBuffer]:
 def _copy_shards(buffer: FlatBuffer) -> list[DTensor]:
     """Copies of a buffer's sharded parameters: in a flat buffer again, but for those of tensor subclasses."""
     if buffer.extended:
-        (old,) = [parameter.sharded for parameter in buffer.parameters]
-        local = old._local_tensor.detach().clone()  # type: ignore[attr-defined]  # a DTensor
-        return [DTensor(local, old._spec, requires_grad=False)]  # type: ignore[attr-defined]  # a DTensor
+        (old,) = [dtensor_of(parameter.sharded) for parameter in buffer.parameters]
+        return [DTensor(old._local_tensor.detach().clone(), old._spec, requires_grad=False)]
     params = DBuffer.sharded(buffer.layout, buffer.dtype, buffer.device, zero=False)
     with torch.no_grad():
         params.flat.copy_(buffer.params.flat)

@@ -124,7 +124,7 @@ class ExtendedBuffer(FlatBuffer):
     @property
     def local(self) -> Tensor:
         """This rank's shard, an instance of the subclass."""
-        return self.parameters[0].sharded._local_tensor  # type: ignore[attr-defined,no-any-return]  # a DTensor
+        return self.parameters[0].local
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,7 +182,7 @@ class ExtendedBuffer(FlatBuffer):
         local, parameter = self.local, self.parameters[0]
         if local.device != device:
             local = local.to(device, non_blocking=True)
-        pre = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        pre = local.fsdp_pre_all_gather  # type: ignore[attr-defined]  # the subclass has it
         mesh = self._shard_mesh
         if len(inspect.signature(pre).parameters) == 1:
             inputs, self._metadata = pre(mesh)
@@ -208,7 +208,7 @@ class ExtendedBuffer(FlatBuffer):
         try:
             self._inputs = self._pre(pool.device)
             told = [(tuple(t.shape), t.dtype) for t in self._inputs]
-        except Exception as raised:
+        except Exception as raised:  # whatever the subclass raises: the others wait for this rank below
             error, told = raised, f"{type(raised).__name__}: {raised}"
         everybody: list[Any] = [None] * self.layout.group.size()
         dist.all_gather_object(everybody, told, group=self.layout.group)
@@ -264,7 +264,7 @@ class ExtendedBuffer(FlatBuffer):
         assert self._gathered is not None
         parameter = self.parameters[0]
         gathered = tuple(one.view for one in self._gathered)
-        post = self.local.fsdp_post_all_gather  # type: ignore[attr-defined]
+        post = self.local.fsdp_post_all_gather  # type: ignore[attr-defined]  # the subclass has it
         dtype = self.mp_policy.param_dtype or self.dtype
         if not self.dtype.is_floating_point:
             dtype = self.dtype

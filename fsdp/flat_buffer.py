@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,21 @@ from fsdp.weight_grad import GradientPlace, WeightParameter
 from ragged_shard.dbuffer import DBuffer, Layout, buffer_of
 from ragged_shard.pool import Lease, Pool
 
-__all__ = ["BucketParameter", "FlatBuffer"]
+__all__ = ["BucketParameter", "FlatBuffer", "dtensor_of", "parameter_of"]
+
+
+def dtensor_of(parameter: nn.Parameter) -> DTensor:
+    """A sharded parameter as the DTensor that it is: ``nn.Parameter(dtensor)`` is typed as a plain Parameter."""
+    return cast(DTensor, parameter)
+
+
+def parameter_of(dtensor: DTensor, requires_grad: bool) -> nn.Parameter:
+    """``dtensor`` as a parameter with the same local tensor, of which ``nn.Parameter`` makes an alias: buffers know the
+    one they made.
+    """
+    parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
+    dtensor_of(parameter)._local_tensor = dtensor._local_tensor
+    return parameter
 
 
 @dataclass(eq=False)
@@ -44,6 +59,11 @@ class BucketParameter:
     written: bool = False
     accumulates: bool = False
     used: bool = False
+
+    @property
+    def local(self) -> Tensor:
+        """What lies on this rank."""
+        return dtensor_of(self.sharded)._local_tensor
 
     def is_shown_as(self, tensor: Tensor) -> bool:
         return tensor is self.sharded or tensor is self.full
@@ -115,8 +135,7 @@ class FlatBuffer:
     def is_home(self) -> bool:
         """Whether the sharded parameters lie in the flat tensor that is gathered."""
         storage = self.params.flat.untyped_storage()._cdata
-        locals_ = [p.sharded._local_tensor for p in self.parameters]  # type: ignore[attr-defined]
-        return all(local.untyped_storage()._cdata == storage for local in locals_)
+        return all(p.local.untyped_storage()._cdata == storage for p in self.parameters)
 
     def forget(self) -> None:
         """Whatever was made for parameters of another dtype or device."""
@@ -135,7 +154,7 @@ class FlatBuffer:
                 dtype = param_dtype
             self.full = DBuffer.whole(self.layout, dtype, pool, label="parameters", owner=owner)
             for index, parameter in enumerate(self.parameters):
-                if hasattr(parameter.sharded._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
+                if hasattr(parameter.local, "fsdp_pre_all_gather"):
                     raise NotImplementedError(
                         f"the local tensor of {parameter.name!r} was given fsdp_pre_all_gather after fully_shard, when "
                         f"it had been laid out with others; make the parameter an instance of a subclass that has it "

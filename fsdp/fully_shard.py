@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp.agree import agree, tell
 from fsdp.bucket import Bucket
 from fsdp.extension import ExtendedBuffer, chunk_numel, is_extended, local_shard
-from fsdp.flat_buffer import BucketParameter, FlatBuffer
+from fsdp.flat_buffer import BucketParameter, FlatBuffer, parameter_of
 from fsdp.hooks import State, state_of
 from fsdp.module import FSDPModule, fsdp_class
 from fsdp.superseded import UNSHARDED, name_of_superseded, supersede
@@ -488,10 +488,8 @@ def _shard_extended(member: _Found, layout: Layout, home: torch.device) -> Bucke
 
 def _replace(member: _Found, dtensor: DTensor) -> BucketParameter:
     """Register the shard in the place of the parameter."""
-    original, local = member.parameter, dtensor._local_tensor
-    sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
-    # nn.Parameter made an alias of the local tensor; the buffer knows the one it made.
-    sharded._local_tensor = local  # type: ignore[attr-defined]  # a DTensor
+    original = member.parameter
+    sharded = parameter_of(dtensor, original.requires_grad)
     for attribute, value in original.__dict__.items():
         if not (member.extended and isinstance(value, Tensor)):  # what a subclass keeps its whole values in
             setattr(sharded, attribute, value)

@@ -43,7 +43,7 @@ class FSDPModule(TorchFSDPModule):
     # FSDP<Original>, this class, torch's class, Original: where `__new__` of torch's class finds the original one.
     _orig_cls_mro_index = 3
 
-    def _get_fsdp_state(self) -> State:  # type: ignore[override]
+    def _get_fsdp_state(self) -> State:  # type: ignore[override]  # ours, in the place of torch's
         state = state_of(cast(nn.Module, self))
         if state is None:
             raise RuntimeError(f"{type(self).__name__} was not passed to fully_shard itself; was it copied?")
@@ -101,7 +101,7 @@ class FSDPModule(TorchFSDPModule):
         """torch's, for the sharded parameters too while modules show the gathered ones (between forward and backward,
         after a failed backward, after ``unshard()``), whose gradients are the sharded ones'.
         """
-        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's, which the class has
         for state in self._states(True):
             for parameter in state.bucket.parameters if state.bucket.is_unsharded else ():
                 if (gradient := parameter.sharded.grad) is not None:
@@ -236,7 +236,7 @@ class FSDPModule(TorchFSDPModule):
         buffers.
         """
         self.reshard()
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's too
         rehome(self._get_fsdp_state().bucket)
         return result
 

@@ -158,3 +158,11 @@ def train(
             for d in step(sharded, plain, lambda m, n=number: loss_of(m, n), optimizers, tolerance=tolerance)
         ]
     return found + differences(sharded, plain, tolerance)
+
+
+def message_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -19,15 +19,7 @@ from fsdp import DataParallelMeshDims, fully_shard
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
 from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
-from tests.fsdp.reference import shard_children
-
-
-def message_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+from tests.fsdp.reference import message_of, shard_children
 
 
 def same_everywhere(messages: list[str], kind: str, *words: str) -> None:

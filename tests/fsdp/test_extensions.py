@@ -21,7 +21,7 @@ from fsdp.hooks import state_of
 from ragged_shard import Block, ParamPolicy
 from tests import cluster
 from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
-from tests.fsdp.reference import full, shard_children
+from tests.fsdp.reference import full, message_of, shard_children
 
 # What stays an instance when the whole tensor is cut, copied and moved; all else computes on the values.
 KEEPS = {
@@ -380,14 +380,6 @@ class Changes(Half):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         (half,), metadata = super().fsdp_pre_all_gather(mesh)
         return (half.float() if len(self.calls) > 4 else half,), metadata
-
-
-def message_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def wrong() -> dict[str, str]:
