@@ -124,7 +124,8 @@ def to_bitsandbytes(optimizer: RaggedOptimizer, target: torch.optim.Optimizer) -
     if count != len(entries):
         raise ValueError(f"the target has {count} parameters, this optimizer {len(entries)}")
     made: dict[int, Any] = {}
-    for position, (name, param, group) in enumerate(entries):
+    for number, position in enumerate(optimizer.given_order()):
+        name, param, group = entries[position]
         if group["rule"] not in ("adam", "adamw", *EIGHT_BIT):
             raise ValueError(
                 f"parameter {name!r} is updated by {group['rule']}, which is none of bitsandbytes' algorithms; only "
@@ -145,7 +146,7 @@ def to_bitsandbytes(optimizer: RaggedOptimizer, target: torch.optim.Optimizer) -
         for number, (part, signed) in enumerate(zip(parts, signs, strict=False), start=1):
             states[f"state{number}"], states[f"absmax{number}"] = part
             states[f"qmap{number}"] = bnb.map_of(part[0].device, signed=signed)
-        made[position] = {"step": int(state["step"]), WRAPPED: states}
+        made[number] = {"step": int(state["step"]), WRAPPED: states}
     return {"state": made, "param_groups": saved["param_groups"]}
 
 
@@ -241,13 +242,13 @@ def _merge(
                 f"of this optimizer ({', '.join(repr(name) for name, _, _ in entries[:3])}, ...)"
             )
     else:
-        # Parameters in the order in which the model has them, whatever the groups.
+        # In the order in which both were given the parameters, whatever the groups.
         if len(theirs) != len(entries):
             raise ValueError(
                 f"the state dict has {len(theirs)} parameters without names, this optimizer {len(entries)}; save it "
                 "with named parameters"
             )
-        pairs = list(zip(range(len(entries)), (key for _, key in theirs), strict=True))
+        pairs = list(zip(optimizer.given_order(), (key for _, key in theirs), strict=True))
     frozen = [entries[position][1:] for position, key in pairs if state_dict["state"].get(key)]
     optimizer._complete_states({param: group for param, group in frozen if param not in optimizer.state})
     own = optimizer.state_dict()

@@ -21,7 +21,6 @@ from ragged_optim.state import (
 __all__ = [
     "Entry",
     "is_incomplete",
-    "wants_state",
 ]
 
 
@@ -47,10 +46,10 @@ class Entry:
         self.here: tuple[list[Tensor], dict[str, Tensor], dict[str, Tiled], dict[int, dict[str, Tensor]]] | None = None
 
     def is_of(self, param: Tensor, group: dict[str, Any], state: dict[str, Tensor] | None) -> bool:
-        """Whether this still holds; without a state, whether there should be none."""
+        """Whether this still holds, and all states are there that should be."""
         if self.param is not param or self.group is not group or self.state is not state:
             return False
-        return not wants_state(param) if state is None else not self.rule.lacks(state, group)
+        return not is_incomplete(self.rule, state, param, group)
 
     def is_finite(self) -> bool:
         """Whether the gradient is, as far as it lies here; true where a group does not ask for it."""
@@ -90,13 +89,16 @@ class Entry:
         return local(grad)
 
 
-def is_incomplete(rule: Rule, states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor, group: Any) -> bool:
-    return param not in states or rule.lacks(states[param], group)
+def is_incomplete(rule: Rule, state: Mapping[str, Tensor] | None, param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether ``param`` should have states that it has not. Meta and frozen parameters need none.
 
-
-def wants_state(param: Tensor) -> bool:
-    """Meta and frozen parameters have no state."""
-    return not param.is_meta and (param.requires_grad or param.grad is not None)
+    An empty ``state`` may be that of a rule without states, or come from a look into the optimizer's defaultdict.
+    """
+    if state:
+        return rule.lacks(state, group)
+    if param.is_meta or not (param.requires_grad or param.grad is not None):
+        return False
+    return state is None or bool(rule.init(tuple(param.shape), group))
 
 
 def _same_placements(a: DTensor, b: DTensor) -> bool:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ragged_optim import owners
 from ragged_optim.buckets import Bucket, flat_states, whole_buckets
-from ragged_optim.entry import Entry, is_incomplete, wants_state
+from ragged_optim.entry import Entry, is_incomplete
 from ragged_optim.exchange import Exchange, Live, MatrixParam, compute_here
 from ragged_optim.groups import (
     FOREIGN_KEYS,
@@ -95,6 +95,7 @@ class RaggedOptimizer(Optimizer):
         self._others = {name: dict(values) for name, values in (others or {}).items()}
         self._policy, self._default_policy = orig_param_policy, default_policy
         self._forget_plans()
+        self._given: dict[Tensor, int] = {}  # at which place each parameter was given
         check_keys(self._rule, hyperparameters, self._rule.name)
         self._defaults = {**self._rule.defaults, **hyperparameters}
         self._rule.check(self._defaults)
@@ -106,6 +107,7 @@ class RaggedOptimizer(Optimizer):
 
     def _forget_plans(self) -> None:
         self._layouts: dict[Tensor, Layout] = {}
+        self._untouched: set[Tensor] = set()  # parameters whose states no step has changed
         self._matrix_params: dict[Tensor, MatrixParam] = {}
         self._exchanges: list[Exchange] | None = None
         self._entries: list[Entry] = []
@@ -129,6 +131,7 @@ class RaggedOptimizer(Optimizer):
             for param in (param for group in self.param_groups[before:] for param in group["params"]):
                 self.state.pop(param, None)
                 self._matrix_params.pop(param, None)
+                self._given.pop(param, None)
             del self.param_groups[before:]
             raise
         finally:
@@ -185,6 +188,7 @@ class RaggedOptimizer(Optimizer):
                 key, {"params": [], "rule": rule.name, **hyper, "state_version": rule.state_version}
             )
             group["params"].append((name, param) if named else param)
+            self._given.setdefault(param, 1 + next(reversed(self._given.values()), -1))
         if not pairs:
             hyper = self._hyperparameters(first, first, overrides, ParamPolicy(), "(none)")
             groups[()] = {"params": [], "rule": first.name, **hyper, "state_version": first.state_version}
@@ -288,6 +292,11 @@ class RaggedOptimizer(Optimizer):
                 yield (names[i] if names else f"#{position}"), param, group
                 position += 1
 
+    def given_order(self) -> list[int]:
+        """Positions in ``named_entries`` in the order in which the parameters were given; groups have another."""
+        params = [param for _, param, _ in self.named_entries()]
+        return sorted(range(len(params)), key=lambda position: self._given.get(params[position], len(params)))
+
     def explain(self) -> Explanation:
         """Who updates what, which rank owns which matrix, and what each rank has to do for the matrices."""
         self._complete_states()
@@ -330,14 +339,16 @@ class RaggedOptimizer(Optimizer):
 
         ``late``: parameters whose states are wanted all the same, and the hyperparameters to make them by.
         """
+        self._take_up_groups()
         missing = [
             (name, param, group)
             for name, param, group in self.named_entries()
-            if param in late or (wants_state(param) and is_incomplete(self.rule_of(group), self.state, param, group))
+            if param in late or is_incomplete(self.rule_of(group), self.state.get(param), param, group)
         ]
         if not missing:
             return
         self._exchanges = None
+        self._untouched.update(param for _, param, _ in missing if not self.state.get(param))
         for name, param, group in missing:
             rule = self.rule_of(group)
             if isinstance(rule, MatrixRule) and param not in self._matrix_params:
@@ -460,6 +471,7 @@ class RaggedOptimizer(Optimizer):
         self._step_matrices(exchanges, entries)
         for entry in entries:
             entry.grad = None
+        self._untouched.clear()
 
     def _up_to_date_entries(self) -> list[Entry]:
         """What is known of each parameter; found anew when groups or states have changed since the last step."""
@@ -470,12 +482,32 @@ class RaggedOptimizer(Optimizer):
             for entry, (param, group) in zip(self._entries, here, strict=True)
         ):
             self._complete_states()
-            self._buckets = {}
+            self._exchanges, self._buckets = None, {}
             self._entries = [
                 Entry(name, param, group, self.rule_of(group), self._matrix_params.get(param), self.state.get(param))
                 for name, param, group in self.named_entries()
             ]
         return self._entries
+
+    def _take_up_groups(self) -> None:
+        """What was done to ``param_groups`` by hand: groups that are other dicts, and parameters that left them.
+
+        As in torch, a parameter that left keeps its state, in case it comes back; but not one that no step has touched:
+        accelerate makes optimizers on whole models, and puts their shards into the groups later.
+        """
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        for param in self._untouched - group_of.keys():
+            self.state.pop(param, None)
+            self._untouched.remove(param)
+        for param, of in list(self._matrix_params.items()):
+            if param in group_of:
+                of.group = group_of[param]
+                of.wire = of.rule.wire_dtype(param.dtype, of.group)
+            elif param not in self.state:
+                del self._matrix_params[param]
+        for known in (self._layouts, self._given):
+            for param in known.keys() - group_of.keys() - self.state.keys():
+                del known[param]
 
     def _take_up_momentum(self) -> None:
         """A scheduler that cycles ``momentum`` sets it in all groups; of a rule with ``betas`` it means the first."""
@@ -640,7 +672,11 @@ class RaggedOptimizer(Optimizer):
         self._take_up_momentum()
         self._complete_states()
         self._settle()
+        # torch would fail at the states of parameters that are in no group.
+        here = {param for group in self.param_groups for param in group["params"]}
+        elsewhere = {param: self.state.pop(param) for param in list(self.state) if param not in here}
         state_dict = super().state_dict()
+        self.state.update(elsewhere)
         # torch.distributed.checkpoint.state_dict takes strings, and no dtypes.
         for group in state_dict["param_groups"]:
             group.update({key: str(value) for key, value in group.items() if isinstance(value, torch.dtype)})
@@ -712,6 +748,7 @@ class RaggedOptimizer(Optimizer):
                 of = self._matrix_params[param]
                 of.wire = of.rule.wire_dtype(param.dtype, group)
         self._exchanges = None
+        self._untouched.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -756,7 +793,7 @@ class RaggedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others", "_defaults")
+        kept = ("defaults", "state", "param_groups", "_rule", "_rules", "_others", "_defaults", "_given")
         policies = {key: PortablePolicy(self.__dict__[key]) for key in ("_policy", "_default_policy")}
         # States lie at their owners, which depend on the order in which parameters were added.
         owners = {param: of.owners for param, of in self._matrix_params.items()}

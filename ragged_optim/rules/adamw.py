@@ -50,6 +50,9 @@ class AdamWRule(ElementwiseRule):
         states = {"step": StateSpec((), torch.float32, home="everywhere"), "exp_avg": moment, "exp_avg_sq": moment}
         return {**states, "max_exp_avg_sq": moment} if group["amsgrad"] else states
 
+    def lacks(self, state: Mapping[str, Tensor], group: Group) -> bool:
+        return bool(group["amsgrad"]) and "max_exp_avg_sq" not in state
+
     def update(self, param: Tensor, grad: Tensor, state: State, group: Group) -> None:
         self.update_all([param], [grad], [state], group)
 
@@ -61,7 +64,9 @@ class AdamWRule(ElementwiseRule):
             return
         params, grads, states = map(list, zip(*rows, strict=True))
         steps = [state["step"] for state in states]
-        moments = {key: [state[key] for state in states] for key in states[0] if key != "step"}
+        # By name: a state that ``amsgrad`` has left, or that a user keeps there, is no moment.
+        keys = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        moments = {key: [state[key] for state in states] for key in keys}
         # The kernel wants one dtype, the wider of parameter and moments, and one memory layout, that of the moments:
         # what is narrower is rounded once, at the end.
         works = [
