@@ -4,7 +4,6 @@ rests.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -281,37 +280,30 @@ def test_an_interrupt() -> None:
     check(2, interrupted)
 
 
-def alone(where: str) -> tuple[str, float]:
-    """Rank 1 raises; rank 0 waits for it no longer than the group's timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    mesh = DeviceMesh.from_group(group, "cpu")
+def alone(where: str) -> str:
+    """Rank 1 raises, and rank 0 waits for it no longer than the group's timeout: what each of them gets."""
+    group = dist.new_group(timeout=timedelta(minutes=10))
+    # Named for its group: DTensor takes equal meshes for one, and tensors of later tests would meet this broken group.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
     torch.manual_seed(0)
     model = shard_children(Fragile(), mesh=mesh, reshard_after_forward=True)
     squares(model, 0).backward()
-    start = time.monotonic()
-    message = ""
     if dist.get_rank() == 1:
-        message = " ".join(fail(model, where, 1))
-    else:
-        try:
-            squares(model, 1).backward()
-            message = "no exception"
-        except RuntimeError as error:
-            message = str(error)
-    return message, time.monotonic() - start
+        return " ".join(fail(model, where, 1))
+    # Only here: rank 1 has to come to where it raises, however late rank 0 is.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+    try:
+        squares(model, 1).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no exception"
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_on_one_rank_is_an_error_on_the_others(where: str) -> None:
-    """Within the group's timeout."""
-    (waiting, seconds), (raised, _) = cluster.run(2, alone, where)
+def test_an_exception_on_one_rank_is_an_error_on_the_others_that_names_collective_and_bucket(where: str) -> None:
+    """Within the group's timeout, which alone is shorter than a test's deadline."""
+    waiting, raised = cluster.run(2, alone, where)
     assert raised == ""
-    assert waiting not in ("", "no exception") and seconds < 15
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_error_names_the_collective_and_the_bucket(where: str) -> None:
-    (waiting, _), _ = cluster.run(2, alone, where)
     assert "all-gather" in waiting or "reduction" in waiting, waiting
     # Rank 0 is ahead of the one that raises by a bucket or two.
     assert any(f"bucket {name!r}" in waiting for name in ("Fragile", "blocks.0", "blocks.1", "blocks.2")), waiting

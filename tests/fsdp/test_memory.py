@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -229,26 +230,34 @@ def graphs_after_steps(kind: str) -> tuple[int, int]:
     """Live tensors of this model after 4 and after 12 iterations."""
     # Not those of earlier tests on this rank: caches of torch, which hold some, drop them at any time.
     earlier = {id(o): weakref.ref(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
+
+    def alive() -> int:
+        # A thread of gloo's drops the tensors of a collective some time after it has said that this is done, and needs
+        # Python's lock for it.
+        time.sleep(0.01)
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return sum(id(o) not in earlier or earlier[id(o)]() is not o for o in tensors)
+
     model = stack()
-    counts = []
     for step in range(12):
         loss = squares(model, step)
         if kind == "train":
             loss.backward()
             model.zero_grad()
         del loss
-        if step in (3, 11):
-            gc.collect()
-            tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
-            counts.append(sum(id(o) not in earlier or earlier[id(o)]() is not o for o in tensors))
-            del tensors
-    return counts[0], counts[1]
+        if step == 3:
+            early = min(alive() for _ in range(10))
+    late, end = alive(), time.monotonic() + 10
+    while late > early and time.monotonic() < end:
+        late = alive()
+    return early, late
 
 
 @pytest.mark.parametrize("kind", ["train", "forward only"])
 def test_iterations_leave_no_tensors_behind(kind: str) -> None:
     for early, late in cluster.run(2, graphs_after_steps, kind):
-        assert early == late
+        assert late <= early
 
 
 def records_of_abandoned_forwards() -> int:

