@@ -129,7 +129,7 @@ def dtype_of(value: Any) -> Any:
 def hashable(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(map(hashable, value))
     return value
 

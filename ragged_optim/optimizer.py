@@ -375,7 +375,7 @@ class RaggedOptimizer(Optimizer):
                 block = rule.block(shape, group).numel(shape)
                 state[key] = make_block_state(spec, param, name, self.layout(param, name), block)
             elif spec.home != "owner":
-                state[key] = make_param_state(spec, param, name, contiguous=isinstance(rule, BlockwiseRule))
+                state[key] = make_param_state(spec, param, name, contiguous=not isinstance(rule, ElementwiseRule))
         if isinstance(rule, MatrixRule):
             of = self._matrix_params[param]
             for index, matrix in enumerate(of.matrices):
@@ -621,6 +621,7 @@ class RaggedOptimizer(Optimizer):
 
     def _step_matrices(self, exchanges: Sequence[Exchange], entries: Sequence[Entry]) -> None:
         lives: dict[dist.ProcessGroup | None, list[Live]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
         for entry in entries:
             of, grad = entry.of, entry.grad
             if of is None:
@@ -631,11 +632,17 @@ class RaggedOptimizer(Optimizer):
                 continue
             if grad is not None and entry.group.get("maximize"):
                 grad = grad.neg()
+            if len(of.matrices) > 1 and not here.is_contiguous():
+                # Several matrices are runs of elements.
+                copies.append((here, here.contiguous()))
+                here, grad = copies[-1][1], grad.contiguous() if grad is not None else None
             state, tiled, owned = self._states_here(entry)
             lives.setdefault(of.layout.group, []).append(Live(of, here, grad, state, owned, tiled))
         compute_here((live, index) for live in lives.pop(None, []) for index in range(len(live.of.matrices)))
         for exchange in exchanges:
             exchange.run(lives.get(exchange.group, []))
+        for here, copy in copies:
+            here.copy_(copy)
 
     @staticmethod
     def _others_have(of: MatrixParam, exchanges: Sequence[Exchange]) -> bool:
@@ -784,6 +791,20 @@ class RaggedOptimizer(Optimizer):
                 raise ValueError(
                     f"param group {number} ({rule.name}) was saved with state version {version}; this library knows "
                     f"versions up to {rule.state_version}: update ragged-optim"
+                )
+            tile = saved.get("tile")
+            in_tiles = any(key.endswith(".codes") for param in group["params"] for key in self.state.get(param, ()))
+            if in_tiles and tile is not None and tuple(tile) != tuple(group["tile"]):
+                raise ValueError(
+                    f"param group {number} ({rule.name}) was saved in tiles of {tuple(tile)}, this optimizer has "
+                    f"{tuple(group['tile'])}: make it with tile={tuple(tile)}"
+                )
+            # torch's Adam and AdamW keep the same states and differ in this.
+            decoupled, ours = saved.get("decoupled_weight_decay"), getattr(rule, "decoupled", None)
+            if decoupled is not None and ours is not None and decoupled != ours and saved.get("weight_decay"):
+                raise ValueError(
+                    f"param group {number} is updated by {rule.name}, the state dict has decoupled_weight_decay="
+                    f"{decoupled}: load it into {'AdamW' if decoupled else 'Adam'}"
                 )
             unknown = set(saved) - set(rule.defaults) - FOREIGN_KEYS - OWN_KEYS - TORCH_SWITCHES - {"momentum"}
             if unknown:

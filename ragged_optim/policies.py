@@ -58,6 +58,14 @@ _TABLES = re.compile(
 _HEADS = re.compile(r"^(routers?|classifier|\w*_head)\.(layer|out_proj|\d+)$")
 # `output` and `proj_out` are heads at the top of a model; within a layer they are its last projection.
 _LAST = re.compile(r"^((.*\.)?(\w*att\w*|ffn|mlp|feed_forward)\.output|.+\.proj_out)$")
+# What wrappers put into names: torch.compile, activation checkpointing, FSDP and DDP of torch; adapters of peft.
+_WRAPPERS = re.compile(
+    r"""(^|(?<=\.))(_orig_mod | _checkpoint_wrapped_module | _fsdp_wrapped_module | module
+    | base_layer | original_module | modules_to_save\.\w+)\.""",
+    re.VERBOSE,
+)
+# Parametrizations (weight norm, ...), and adapters of embeddings: the last part says nothing.
+_LAST_PARTS = re.compile(r"\.parametrizations(\.\w+)\.original\d*$|(\.lora_embedding_[AB])\.\w+$")
 # What fully_shard calls the weights of a module that it wraps alone, or in a list of modules.
 _NAMELESS = re.compile(r"^(\d+\.)?weight$")
 # A router of experts, or the gate of a gated MLP: by its shape. A router has a row per expert, many times fewer than
@@ -80,6 +88,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     """
     if len(shape) < 2 or 0 in shape:
         return False
+    name = _bare(name)
     *path, last = name.split(".")
     leaf = path[-1] if last == "weight" and path else last
     if last.endswith("bias") or _NORM.search(leaf) or _PATCHES.search(name):
@@ -96,6 +105,11 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
         # One channel: depthwise, or of grey pixels or sound; three: of colours.
         return shape[1] not in (1, 3)
     return min(shape[-2:]) > 1
+
+
+def _bare(name: str) -> str:
+    """``name`` without what wrappers have put there."""
+    return _LAST_PARTS.sub(r"\1\2", _WRAPPERS.sub("", name))
 
 
 def _is_convolution(name: str, shape: Sequence[int]) -> bool:
@@ -119,7 +133,7 @@ class HiddenMatrices:
     rest_block: Block | None = None
 
     def __call__(self, name: str, parameter: Any) -> ParamPolicy:
-        shape = tuple(parameter.shape)
+        name, shape = _bare(name), tuple(parameter.shape)
         if not is_hidden_matrix(name, shape):
             return ParamPolicy(optimizer=self.rest, block=self.rest_block and _fitting(self.rest_block, shape))
         if _is_convolution(name, shape):

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -63,7 +63,9 @@ class Rule(ABC):
     # Stands in each param group as ``state_version``; raise it when the meaning of a state changes.
     state_version: ClassVar[int] = 1
     # Hyperparameters by which parameters were cut and states made: loading a state dict leaves them as they are.
-    shaping: ClassVar[frozenset[str]] = frozenset({"split_sizes", "flatten", "tile", "min_8bit_size", "state_dtype"})
+    shaping: ClassVar[frozenset[str]] = frozenset(
+        {"split_sizes", "flatten", "tile", "min_8bit_size", "momentum_8bit", "state_dtype"}
+    )
 
     def check(self, group: Group) -> None:
         """Raise ``ValueError`` for hyperparameters that cannot be meant, ``TypeError`` for wrong types."""
@@ -84,7 +86,7 @@ class Rule(ABC):
             raise ValueError(f"{self.name}: weight_decay_mode must be one of {WEIGHT_DECAY_MODES}, got {mode!r}")
         betas = group.get("betas")
         if betas is not None and not (
-            isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)
+            _is_list(betas) and len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)
         ):
             raise ValueError(f"{self.name}: betas must be two numbers in [0, 1), got {betas!r}")
         tile = group.get("tile")
@@ -208,8 +210,13 @@ class MatrixRule(Rule):
         """On the shard: apply a piece of the update of a matrix of (rows, cols) = ``shape`` to ``param`` in place."""
 
 
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(size, Integral) and int(size) > 0 for size in value)
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    # Configuration libraries have lists of their own.
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _are_sizes(value: object) -> TypeGuard[Sequence[int]]:
+    return _is_list(value) and all(isinstance(size, Integral) and int(size) > 0 for size in value)
 
 
 def learning_rate(group: Group) -> float:

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import warnings
+from collections import UserList
 from typing import Any, ClassVar
 
 import pytest
@@ -537,6 +538,50 @@ def test_loading_leaves_how_a_weight_is_cut_into_matrices() -> None:
     optimizer.load_state_dict(saved)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["split_sizes"], group["min_8bit_size"]) == (0.5, (4, 4), 8)
+
+
+def test_states_that_mean_something_else_here_are_not_loaded() -> None:
+    param = nn.Parameter(full((64, 64), 0))
+    coupled, decoupled = ({"weight_decay": decay} for decay in (0.1, 0.0))
+    for theirs, ours in (("Adam", "AdamW"), ("AdamW", "Adam")):
+        saved = getattr(torch.optim, theirs)([param], **coupled).state_dict()
+        with pytest.raises(ValueError, match=f"decoupled_weight_decay=(True|False): load it into {theirs}"):
+            getattr(ragged_optim, ours)([param]).load_state_dict(saved)
+        getattr(ragged_optim, ours)([param]).load_state_dict(
+            getattr(torch.optim, theirs)([param], **decoupled).state_dict()
+        )
+    # Tiles of 32 x 32 and of 40 x 40 have as many scales.
+    for name, options in (("AdamW8bit", {}), ("Muon", {"momentum_8bit": True})):
+        saved = getattr(ragged_optim, name)([param], tile=(40, 40), **options).state_dict()
+        with pytest.raises(ValueError, match=r"saved in tiles of \(40, 40\), .* make it with tile=\(40, 40\)"):
+            getattr(ragged_optim, name)([param], **options).load_state_dict(saved)
+    saved = ragged_optim.Muon([param], momentum_8bit=True).state_dict()
+    optimizer = ragged_optim.Muon([param])
+    with pytest.raises(ValueError, match=r"'momentum_buffer.codes' .* which muon does not keep"):
+        optimizer.load_state_dict(saved)
+    assert list(optimizer.state[param]) == ["momentum_buffer"]
+
+
+def test_hyperparameters_may_be_lists_of_a_configuration_library() -> None:
+    param = nn.Parameter(full((8, 4), 0))
+    optimizer = ragged_optim.AdamW([{"params": [param], "betas": UserList([0.5, 0.9])}])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert float(optimizer.state[param]["exp_avg"].mean()) == 0.5
+    ragged_optim.Muon([param], split_sizes=UserList([4, 4])).step()
+
+
+@pytest.mark.parametrize("name", ["Muon", "NorMuon", "SOAP"])
+def test_stacks_and_fused_matrices_need_not_be_contiguous(name: str) -> None:
+    kinds: list[tuple[tuple[int, ...], dict[str, Any]]] = [((3, 5, 4), {}), ((8, 6), {"split_sizes": (2, 6)})]
+    for shape, options in kinds:
+        params = [nn.Parameter(full(shape, 0)), nn.Parameter(full(shape, 0).mT.contiguous().mT)]
+        optimizers = [getattr(ragged_optim, name)([param], lr=0.1, **options) for param in params]
+        for seed in range(3):
+            for param, optimizer in zip(params, optimizers, strict=True):
+                param.grad = full(shape, 1 + seed)
+                optimizer.step()
+        assert not params[1].is_contiguous() and torch.equal(*params)
 
 
 class Started(ragged_optim.ElementwiseRule):

@@ -201,3 +201,22 @@ def test_explain_shows_every_parameter_rule_and_state_as_text_and_as_a_rich_tabl
     console = rich.Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(explanation)
     assert "0.weight" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("lm_head._orig_mod.weight", False),  # torch.compile(model.lm_head)
+        ("model.embed_tokens._checkpoint_wrapped_module._orig_mod.weight", False),
+        ("module._orig_mod.layers.0._fsdp_wrapped_module.mlp.up_proj.weight", True),
+        ("embed.parametrizations.weight.original1", False),
+        ("layers.0.proj.parametrizations.weight.original", True),
+        ("base_model.model.lm_head.base_layer.weight", False),  # peft
+        ("base_model.model.score.modules_to_save.default.weight", False),
+        ("base_model.model.model.embed_tokens.lora_embedding_A.default", False),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", True),
+        ("layers.0.mlp._orig_mod.gate.weight", False),
+    ],
+)
+def test_wrappers_do_not_hide_what_a_weight_is(name: str, hidden: bool) -> None:
+    assert policies.is_hidden_matrix(name, (8, 32)) == hidden
