@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import cluster
 from train import main
 
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 SMALL = ["--model", "micro", "--global-batch", "6", "--eval-every", "1000", "--sample", "0"]
-DEADLINE = 6 * float(os.environ.get("RAGGED_TEST_DEADLINE", "20"))
+DEADLINE = 6 * cluster.SHARED_BY * cluster.DEADLINE
 # A test must not depend on the GPUs there, nor on being itself a rank of something.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {
     "CUDA_VISIBLE_DEVICES": "",

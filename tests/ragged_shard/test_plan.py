@@ -348,16 +348,34 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *what: str
 # ---- speed ---------------------------------------------------------------------------------------------------------
 
 
+# Counts what Python calls: the seconds that they take are the machine's.
+COUNTED = """
+import sys
+before, calls = set(sys.modules), 0
+
+def note(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+
+from ragged_shard.plan import main
+sys.setprofile(note)
+main(sys.argv[1:])
+sys.setprofile(None)
+print()
+print({module.partition(".")[0] for module in set(sys.modules) - before} - sys.stdlib_module_names, calls)
+"""
+
+
+def calls_of(*arguments: str) -> int:
+    command = [sys.executable, "-c", COUNTED, *arguments]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    modules, _, calls = out.splitlines()[-1].rpartition(" ")
+    assert modules == "{'ragged_shard'}", "torch or another package is loaded"
+    return int(calls)
+
+
 def test_it_starts_at_once_and_without_torch() -> None:
-    program = (
-        "import sys, time; from ragged_shard.plan import main; "
-        f"main([{GPT!r}, '--ranks', '64']); assert 'torch' not in sys.modules; print(time.process_time())"
-    )
-    seconds = []
-    for _ in range(3):
-        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        seconds.append(float(out.split()[-1]))
-    assert min(seconds) < 0.3
+    assert calls_of(GPT, "--ranks", "64") < 30_000  # 9,000
 
 
 def test_a_bar_after_a_second_on_a_terminal(
@@ -375,10 +393,9 @@ def test_a_bar_after_a_second_on_a_terminal(
     assert "]" not in out.splitlines()[0]
 
 
-def test_sixteen_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.process_time()
-    run(capsys, str(DATA / "kimi-k2-1t.per-expert.json"), "--ranks", "16384", "--block", "rows=32", "--json")
-    assert time.process_time() - began < 5
+def test_sixteen_thousand_ranks_take_no_longer_than_a_few() -> None:
+    model = [str(DATA / "kimi-k2-1t.per-expert.json"), "--block", "rows=32", "--json"]
+    assert calls_of(*model, "--ranks", "16384") < 300_000  # 59,000
 
 
 def test_regex_groups() -> None:

@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
-                        timeout=timedelta(seconds=30))
+                        timeout=timedelta(minutes=5))
 from tests.fsdp.test_collective_sequence import divergent
 sequence = divergent(2)
 dist.barrier()
@@ -41,7 +41,10 @@ def test_the_order_of_collectives_does_not_depend_on_the_hash_seed(tmp_path: Any
         for rank in range(2)
     ]
     try:
-        outputs = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
+        outputs = [
+            json.loads(process.communicate(timeout=6 * cluster.SHARED_BY * cluster.DEADLINE)[0].splitlines()[-1])
+            for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()
