@@ -46,16 +46,23 @@ __all__ = [
 # linear map between hidden states. As used in transformers, torchtitan, timm, nanoGPT, mamba and whisper.
 _TABLES = re.compile(
     r"""^(
-      .*embed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out)? | .*embeddings?_.* | tok_?embeddings | embed_.*
-    | .*_embed | tokens? | positions? | (?!vocab_transform$).*vocab.* | wte | wpe | shared | relative_attention_bias |
-    rel_pos.* | pos_emb.* | position.* | .*_token | .*lm_head | head | heads | output | embed_out | unembed |
-    output_projection | classifier | scores? | qa_outputs | predictions | cls | seq_relationship |
-    router | routers | switch | A_log | dt_bias | D
+      .*[Ee]mbed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out|_layer|_\d+)? | .*embeddings?_.* | tok_?embeddings
+    | embed_.* | .*_emb(ed)? | tokens? | positions? | (?!vocab_transform$).*vocab.* | wte | wpe | shared | codebooks? |
+    rel_pos.* | pos_emb.* | position.* | .*_tokens? | queries_.* | query_feat | latents(_.*)? | latent_quer(y|ies) |
+    (.*_)?bias(es)?(_(u|v|table|values))? | (.*_)?heads?(_linear)? | output | embed_out | unembed | output_projection |
+    (?!pre_)(.*_)?classifier | (.*_)?logits(_dense)? | scores? | qa_outputs | predict_.* | predictions | cls |
+    seq_relationship | router | routers | switch | A_log | D
     )$""",
     re.VERBOSE,
 )
-# Parts of a router or head whose own name says nothing: `router.layer`, `classifier.out_proj`, `classifier.1`.
-_HEADS = re.compile(r"^(routers?|classifier|\w*_head)\.(layer|out_proj|\d+)$")
+# Parts of a router, a head or a list of tables whose own name says nothing: `router.layer`, `classifier.1`.
+_HEADS = re.compile(
+    r"""^((routers? | \w*classifier\w* | \w*_head)\.(layer|out_proj|linear|linear_out|\d+) | head\.linear
+    | \w*embed(dings|s_layers)\.\d+ | transformer\.w)$""",
+    re.VERBOSE,
+)
+# Parameters that are no weight of a module: vectors per head, and what is learned in place of an input.
+_LEARNED = re.compile(r"^(scale|gamma|query|queries)$")
 # `output` and `proj_out` are heads at the top of a model; within a layer they are its last projection.
 _LAST = re.compile(r"^((.*\.)?(\w*att\w*|ffn|mlp|feed_forward)\.output|.+\.proj_out)$")
 # What wrappers put into names: torch.compile, activation checkpointing, FSDP and DDP of torch; adapters of peft.
@@ -71,11 +78,13 @@ _NAMELESS = re.compile(r"^(\d+\.)?weight$")
 # A router of experts, or the gate of a gated MLP: by its shape. A router has a row per expert, many times fewer than
 # columns (GPT-OSS 128 x 2880, Qwen3-Next 512 x 2048); a gate has one per hidden unit of the MLP.
 _GATES = frozenset({"gate", "wg", "gating"})
-# The first layer of a vision model sees pixels, not hidden states.
+# The first layer of a vision model sees pixels (or a few channels of latents), not hidden states.
 _PATCHES = re.compile(r"(^|[._])(patch_embed\w*|patchify|stem)([._]|$)")
+PIXELS = 16  # channels at most
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
 # Marks a convolution: dims 1.. are one input.
 _CONVOLUTION = re.compile(r"(^|[._])(\w*conv\w*|downsampl\w*)([._]|$)")
+KERNEL = 16  # elements at most
 _EXPERTS = re.compile(r"(^|[._])(experts?|moe)([._]|$)")
 _ONE_EXPERT = re.compile(r"(^|[._])experts?[._]\d+([._]|$)")
 
@@ -91,7 +100,9 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     name = _bare(name)
     *path, last = name.split(".")
     leaf = path[-1] if last == "weight" and path else last
-    if last.endswith("bias") or _NORM.search(leaf) or _PATCHES.search(name):
+    if _LEARNED.match(last) or _NORM.search(leaf):
+        return False
+    if _PATCHES.search(name) and not (len(shape) > 2 and shape[1] > PIXELS):
         return False
     module = ".".join(path)
     if _HEADS.match(".".join(path[-2:])) or module == "proj_out" or (_TABLES.match(leaf) and not _LAST.match(module)):
@@ -103,7 +114,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
         return False
     if _is_convolution(name, shape):
         # One channel: depthwise, or of grey pixels or sound; three: of colours.
-        return shape[1] not in (1, 3)
+        return shape[0] > 1 and shape[1] not in (1, 3)
     return min(shape[-2:]) > 1
 
 
@@ -113,9 +124,12 @@ def _bare(name: str) -> str:
 
 
 def _is_convolution(name: str, shape: Sequence[int]) -> bool:
-    if len(shape) == 4 and not _EXPERTS.search(name):
-        return True
-    return len(shape) >= 3 and _CONVOLUTION.search(name) is not None
+    if len(shape) < 3 or _CONVOLUTION.search(name):
+        return len(shape) > 2
+    if len(shape) > 3 or _EXPERTS.search(name):
+        return not _EXPERTS.search(name)
+    # Over time or a stack of matrices: kernels are smaller than hidden sizes.
+    return shape[2] <= KERNEL and 4 * shape[2] <= min(shape[:2])
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,42 @@ def test_models_of_transformers(name: str) -> None:
         ("vocab_transform.weight", (32, 32), True),  # DistilBert
         ("vocab_projector.weight", (64, 32), False),
         ("empty.weight", (0, 8), False),
+        # Of the families of transformers: Bark and Clvp, Canine, MarkupLM, CTRL, Kosmos-2.5, Dac, Mask2Former
+        ("semantic.input_embeds_layer.weight", (64, 32), False),
+        ("fine_acoustics.input_embeds_layers.3.weight", (64, 32), False),
+        ("char_embeddings.HashBucketCodepointEmbedder_7.weight", (64, 32), False),
+        ("embeddings.xpath_embeddings.xpath_tag_sub_embeddings.4.weight", (64, 32), False),
+        ("transformer.w.weight", (64, 32), False),
+        ("model.segment_emb.weight", (2, 32), False),
+        ("quantizer.quantizers.0.codebook.weight", (64, 8), False),
+        ("transformer_module.queries_features.weight", (10, 32), False),
+        # Blip-2, Idefics2, Aria, Levit, Swin, Parakeet, Phi-4, Inkling
+        ("query_tokens", (1, 32, 76), False),
+        ("connector.perceiver_resampler.latents", (64, 32), False),
+        ("multi_modal_projector.query", (64, 32), False),
+        ("layer.attention.self.query.weight", (32, 32), True),
+        ("stages.0.layers.1.module.attention_biases", (4, 196), False),
+        ("attention.self.relative_position_bias_table", (169, 12), False),
+        ("layers.0.self_attn.bias_u", (8, 32), False),
+        ("relative_attention_bias_layer.bias_values.weight", (64, 16), False),
+        ("self_attn.q_proj.norm.scale", (24, 128), False),
+        # MGP-STR, Parakeet CTC, Csm, Flava, Levit, DeiT, Dia, Ovis2; heads before the last layer
+        ("wp_head.weight", (64, 32), False),
+        ("ctc_head.weight", (64, 32), False),
+        ("depth_decoder.codebooks_head.weight", (31, 32, 64), False),
+        ("mmm_text_head.decoder.weight", (64, 32), False),
+        ("classifier_distill.linear.weight", (2, 32), False),
+        ("distillation_classifier.weight", (2, 32), False),
+        ("logits_dense.weight", (64, 32), False),
+        ("vision_tower.head_linear.weight", (64, 32), False),
+        ("pre_classifier.weight", (32, 32), True),
+        ("lm_head.dense.weight", (32, 32), True),
+        ("classifier.linear_hidden.weight", (32, 32), True),
+        # Convolutions: of one output, of later stages, by their kernels alone
+        ("decoder.conv_post.weight", (1, 32, 7), False),
+        ("segformer.encoder.patch_embeddings.1.proj.weight", (64, 32, 3, 3), True),
+        ("x_embedder.patch_embed.proj.weight", (32, 16, 2, 2), False),
+        ("quantizer.input_proj.weight", (32, 64, 1), True),
     ],
 )
 def test_names_and_shapes(name: str, shape: tuple[int, ...], hidden: bool) -> None:
@@ -160,6 +196,9 @@ def test_convolutions_are_flattened_and_stacks_are_not() -> None:
     policy = policies.muon(expert_block=Block.slices(1))
     conv = policy("layer.conv2.weight", torch.empty(8, 4, 3, 3))
     assert conv is not None and dict(conv.hyperparameters) == {"flatten": True}
+    for name, shape in (("quantizer.input_proj.weight", (32, 64, 1)), ("upsampler.0.weight", (64, 32, 4))):
+        over_time = policy(name, torch.empty(shape))
+        assert over_time is not None and dict(over_time.hyperparameters) == {"flatten": True}, name
     stack = policy("experts.w1", torch.empty(4, 8, 8))
     assert stack is not None and not stack.hyperparameters and stack.block == Block.slices(1)
 
