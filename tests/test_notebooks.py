@@ -34,7 +34,9 @@ def test_the_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(path, 4)
     stored, drawn = printed(notebook), pictures(notebook)
     resources = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=resources).execute()
+    # What arrives later than iopub_timeout after the end of its cell (4 seconds by default) is dropped without an error.
+    options = {"timeout": 240, "iopub_timeout": 120, "kernel_name": "python3", "resources": resources}
+    nbclient.NotebookClient(notebook, **options).execute()
     assert drawn and pictures(notebook) == drawn
     if path.stem not in SHORTENED:
         assert printed(notebook) == stored
