@@ -34,7 +34,7 @@ def test_the_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(path, 4)
     stored, drawn = printed(notebook), pictures(notebook)
     resources = {"metadata": {"path": str(path.parent)}}
-    # What arrives later than iopub_timeout after the end of its cell (4 seconds by default) is dropped without an error.
+    # What arrives later than iopub_timeout after the end of its cell (by default 4 seconds) is dropped, and no error.
     options = {"timeout": 240, "iopub_timeout": 120, "kernel_name": "python3", "resources": resources}
     nbclient.NotebookClient(notebook, **options).execute()
     assert drawn and pictures(notebook) == drawn
