@@ -67,7 +67,9 @@ class Bucket:
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
         self.replicate_dim = replicate_dim
-        # Called when the last gradient of a graph task has come / before memory for unreduced gradients is taken.
+        # Called when a graph task comes here / its last gradient has come / before memory for unreduced gradients is
+        # taken.
+        self.on_enter: Callable[[], None] = lambda: None
         self.on_complete: Callable[[], None] = lambda: None
         self.on_open: Callable[[], None] = lambda: None
         # Whether the backward under way hands gradients out instead of accumulating them.
@@ -300,8 +302,7 @@ class Bucket:
             if full.requires_grad != parameter.sharded.requires_grad:
                 full.requires_grad_(parameter.sharded.requires_grad)
             parameter.trains = full.requires_grad
-            for module, attribute in parameter.places:
-                module._parameters[attribute] = full
+            parameter.show(full)
 
     def reshard(self) -> None:
         """Register the sharded parameters and give the memory of the unsharded ones back."""
@@ -319,8 +320,7 @@ class Bucket:
     def _release_unsharded(self) -> None:
         self._note("reshard")
         for parameter in self.parameters:
-            for module, attribute in parameter.places:
-                module._parameters[attribute] = parameter.sharded
+            parameter.show(parameter.sharded)
         for buffer in self.buffers:
             buffer.release_full()
         self.is_unsharded = False
@@ -409,6 +409,7 @@ class Bucket:
         task = torch._C._current_graph_task_id()
         if task in self.outstanding:
             return task
+        self.on_enter()
         # Its buffers are about to be written again.
         self.finish_reduce()
         leaves = [p.edge.node for p in self.parameters if p.edge is not None]
@@ -606,21 +607,27 @@ class Bucket:
         self.outstanding.clear()
         self.awaited_inputs.clear()
 
-    def discard(self) -> None:
-        """Back to the resting state, whatever was going on; unreduced gradients are lost."""
+    def discard(self, unreduced: bool) -> None:
+        """Back to the resting state, whatever was going on. ``unreduced``: gradients that are not published yet are
+        lost, sums of earlier backwards included.
+        """
         self.finish_reduce()
         self.reshard()
-        for buffer in self.buffers:
-            if buffer.full_grads is not None:
-                buffer.full_grads.release()
         for parameter in self.parameters:
-            parameter.written = parameter.used = parameter.accumulates = False
+            parameter.accumulates = False
             if parameter.full is not None:
                 parameter.full.grad = None
             if parameter.place is not None:
                 parameter.place.claimed = False
         self.leave_backward(None)
-        self.unreduced = False
+        if unreduced:
+            for buffer in self.buffers:
+                buffer.carry = None
+                if buffer.full_grads is not None:
+                    buffer.full_grads.release()
+            for parameter in self.parameters:
+                parameter.written = parameter.used = False
+            self.unreduced = False
         self.calls.clear()
         self.awaited_calls.clear()
 

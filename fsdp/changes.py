@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp.flat_buffer import dtensor_of
+from fsdp.flat_buffer import dtensor_of, register
 from fsdp.superseded import ASSIGNED, supersede
 from ragged_shard.dbuffer import DBuffer, buffer_of
 
@@ -148,7 +148,7 @@ def adopt_assigned(bucket: Bucket, others: Sequence[Bucket] = ()) -> list[tuple[
         if (own := next((p for p in bucket.parameters if p.is_shown_as(other)), None)) is not None:
             parameter.places.remove(place)
             own.places.append(place)
-            module._parameters[attribute] = own.sharded
+            register(module, attribute, own.sharded)
             continue
         spec = dtensor_of(parameter.sharded)._spec
         if isinstance(other, DTensor):
@@ -158,7 +158,7 @@ def adopt_assigned(bucket: Bucket, others: Sequence[Bucket] = ()) -> list[tuple[
         home = next(buffer.device for buffer in bucket.buffers if parameter in buffer.parameters)
         _take_values(parameter.sharded, value.detach(), home)
         parameter.sharded.requires_grad_(other.requires_grad)
-        module._parameters[attribute] = parameter.sharded
+        register(module, attribute, parameter.sharded)
     rehome(bucket)
     return adopted
 

@@ -26,7 +26,7 @@ from fsdp.weight_grad import GradientPlace, WeightParameter
 from ragged_shard.dbuffer import DBuffer, Layout, buffer_of
 from ragged_shard.pool import Lease, Pool
 
-__all__ = ["BucketParameter", "FlatBuffer", "dtensor_of", "parameter_of"]
+__all__ = ["BucketParameter", "FlatBuffer", "dtensor_of", "parameter_of", "register"]
 
 
 def dtensor_of(parameter: nn.Parameter) -> DTensor:
@@ -41,6 +41,16 @@ def parameter_of(dtensor: DTensor, requires_grad: bool) -> nn.Parameter:
     parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
     dtensor_of(parameter)._local_tensor = dtensor._local_tensor
     return parameter
+
+
+def register(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+    """Make ``parameter`` the module's; by its class's own ``__setattr__`` if there is one, which may keep it elsewhere
+    too.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[attribute] = parameter
+    else:
+        setattr(module, attribute, parameter)
 
 
 @dataclass(eq=False)
@@ -64,6 +74,11 @@ class BucketParameter:
     def local(self) -> Tensor:
         """What lies on this rank."""
         return dtensor_of(self.sharded)._local_tensor
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter``, the sharded or the unsharded one, with the modules."""
+        for module, attribute in self.places:
+            register(module, attribute, parameter)
 
     def is_shown_as(self, tensor: Tensor) -> bool:
         return tensor is self.sharded or tensor is self.full

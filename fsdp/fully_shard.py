@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 
 from fsdp.agree import agree, tell
 from fsdp.bucket import Bucket
@@ -31,7 +32,7 @@ from fsdp.hooks import State, state_of
 from fsdp.module import FSDPModule, fsdp_class
 from fsdp.superseded import UNSHARDED, name_of_superseded, supersede
 from ragged_shard.block import Block
-from ragged_shard.dbuffer import DBuffer, Layout, Outer
+from ragged_shard.dbuffer import DBuffer, Layout, Outer, buffer_of
 from ragged_shard.placement import RaggedShard
 from ragged_shard.planner import BucketPlan, TensorSpec, plan_bucket
 from ragged_shard.policy import OrigParamPolicy, apply_policy
@@ -298,6 +299,11 @@ def _inspect(
             f"share memory must lie in one bucket: leave that module to the call on their common parent, or pass both "
             f"modules in one list"
         )
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} is not initialised yet, as those of lazy modules before their first forward; run one "
+            f"on a small batch before fully_shard"
+        )
     mesh, outer = mesh_of(name, parameter), None
     if data_dims:
         outer = _outer_of_whole_mesh(name, parameter, mesh, whole_mesh, data_dims)
@@ -350,6 +356,11 @@ def _refuse_extended(found: Sequence[_Found]) -> None:
 def _outer(name: str, parameter: DTensor, mesh: DeviceMesh) -> Outer:
     """A parameter that tensor parallelism has placed on another mesh: its part here is what gets sharded."""
     other = parameter.device_mesh
+    if buffer_of(parameter) is not None:
+        raise ValueError(
+            f"parameter {name!r} was sharded by an earlier fully_shard call, on another module that contains it; to "
+            f"share a module between models, pass it to a fully_shard call of its own, before those on the models"
+        )
     if other == mesh or any(p.is_partial() or isinstance(p, RaggedShard) for p in parameter.placements):
         raise ValueError(
             f"parameter {name!r} is a DTensor with placements {parameter.placements} on {other}; fully_shard takes "
@@ -493,10 +504,10 @@ def _replace(member: _Found, dtensor: DTensor) -> BucketParameter:
     for attribute, value in original.__dict__.items():
         if not (member.extended and isinstance(value, Tensor)):  # what a subclass keeps its whole values in
             setattr(sharded, attribute, value)
-    for module, attribute in member.places:
-        module._parameters[attribute] = sharded
     supersede(original, member.name, UNSHARDED)
-    return BucketParameter(member.name, member.places, sharded)
+    parameter = BucketParameter(member.name, member.places, sharded)
+    parameter.show(sharded)
+    return parameter
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

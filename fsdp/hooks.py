@@ -18,7 +18,8 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -55,6 +56,12 @@ def state_of(module: nn.Module) -> State | None:
     return found if isinstance(found, State) else None
 
 
+def _named_states(module: nn.Module) -> Iterator[tuple[str, State]]:
+    for name, child in module.named_modules():
+        if (state := state_of(child)) is not None:
+            yield name, state
+
+
 class State:
     """One ``fully_shard`` call: its modules, its bucket, and its part of a schedule."""
 
@@ -71,7 +78,8 @@ class State:
         """``hooked``: the modules are copies, and their hooks are already this state's."""
         self.modules = list(modules)
         self.bucket = bucket
-        bucket.on_complete, bucket.on_open = self._gradients_complete, self._memory_wanted
+        bucket.on_enter, bucket.on_complete = self._gradients_begin, self._gradients_complete
+        bucket.on_open = self._memory_wanted
         bucket.hands_out = self._hands_out
         self.device = device
         self.mp_policy = mp_policy
@@ -130,17 +138,22 @@ class State:
         self.bucket.bind(Pool(self.device), CommStreams(self.device))
 
     def _become_root(self, schedule: Schedule) -> Schedule:
-        self.schedule = schedule
-        self.is_root = True
-        for name, module in self.modules[0].named_modules():
-            state = state_of(module)
-            if state is None or state is self:
-                continue
+        below = [(name, state) for name, state in _named_states(self.modules[0]) if state is not self]
+        joining = [(name, state) for name, state in below if state.schedule is None]
+        for name, state in below:
             if state.is_root:
                 raise RuntimeError(
-                    f"{name or type(module).__name__} ran forward before the model that contains it, and so became a "
-                    f"root of its own; run the first forward through the outermost fully_shard module"
+                    f"{name or type(state.modules[0]).__name__} ran forward before the model that contains it, and so "
+                    f"became a root of its own; run the first forward through the outermost fully_shard module"
                 )
+        # Modules of another root too (an encoder that an actor and a critic share): both run by one schedule.
+        others = {state.schedule for _, state in below if state.schedule is not None}
+        if len(others) > 1:
+            names = ", ".join(name for name, state in below if (name, state) not in joining)
+            raise RuntimeError(f"{names} belong to several models that have run before; run this model first")
+        self.schedule = others.pop() if others else schedule
+        self.is_root = True
+        for name, state in joining:
             state.schedule = self.schedule
             state.is_root = False
             state.bucket.name = name
@@ -194,7 +207,7 @@ class State:
             output = self._cast_output(output)
             # A reentrant checkpoint: the graph made now is the one that backward will walk. (The other kind stops its
             # recomputation early, or drops what it made.)
-            for tensor in _differentiable(output) if torch.is_grad_enabled() else ():
+            for tensor in _announcing(output, _tensors(output)):
                 tensor.register_hook(functools.partial(self._entered, call, inputs))
             return output
         assert self.schedule is not None
@@ -208,7 +221,7 @@ class State:
         if any(map(self._is_own, tensors)) and self._reshards():
             output = _map_tensors(lambda tensor: tensor.clone() if self._is_own(tensor) else tensor, output)
             tensors = list(_tensors(output))
-        tensors = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        tensors = _announcing(output, tensors)
         needs_backward = self._needs_backward(bool(tensors))
         if needs_backward:
             self.schedule.expect(call, self.bucket)
@@ -233,9 +246,11 @@ class State:
         return output
 
     def forward_failed(self) -> None:
-        """A forward raised: the next one starts from a clean state."""
+        """A forward of one of these modules raised."""
+        if self._open:
+            self._open.pop()
         if self.schedule is not None:
-            self.schedule.failed = True
+            self.schedule.forward_failed(self)
 
     def _reshards(self) -> bool:
         if self.reshard_after_forward is not None:
@@ -332,6 +347,16 @@ class State:
 
     def _hands_out(self) -> bool:
         return self.schedule is not None and self.schedule.hands_out()
+
+    def _gradients_begin(self) -> None:
+        if self.schedule is None:
+            raise RuntimeError(
+                f"backward has come to parameters of {self.bucket.name!r} that were unsharded by hand before any "
+                f"forward of the model; run one first: it finds the root, whose backward reduces all gradients"
+            )
+        # Usually an output has announced it. A forward may return what nobody can look into (a torch.distributions
+        # object), and parameters unsharded by hand may be used outside of one.
+        self.schedule.enter_backward(None)
 
     def _gradients_complete(self) -> None:
         assert self.schedule is not None
@@ -456,6 +481,30 @@ def _rebuilt(leaf: Any, values: list[Any]) -> Any:
 def _wanting(inputs: Any) -> dict[int, Tensor]:
     """The inputs that want a gradient, each once, by ``id``."""
     return {id(tensor): tensor for tensor in _differentiable(inputs)} if torch.is_grad_enabled() else {}
+
+
+def _announcing(output: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """By which of its outputs' ``tensors`` backward will enter a module. Where none wants a gradient: by those that
+    objects among the outputs have as attributes (a torch.distributions object).
+    """
+    if not torch.is_grad_enabled():
+        return []
+    found = [tensor for tensor in tensors if tensor.requires_grad]
+    if not found:
+        hidden = {id(tensor): tensor for leaf in tree_iter(output) for tensor in _attributes(leaf)}
+        found = [tensor for tensor in hidden.values() if tensor.requires_grad]
+    return found
+
+
+def _attributes(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors among the attributes of an object, and of objects among those."""
+    if isinstance(leaf, (Tensor, type, nn.Module, types.FunctionType)) or not depth:
+        return
+    for value in tree_iter([*getattr(leaf, "__dict__", {}).values()]):
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            yield from _attributes(value, depth - 1)
 
 
 def _differentiable(tree: Any) -> Iterator[Tensor]:

@@ -73,8 +73,8 @@ class Schedule:
         self.buckets: list[Bucket] = []
         # The state whose forward started this iteration, while that forward runs.
         self.root: object | None = None
-        # A forward raised since the last reset.
-        self.failed = False
+        # A forward raised since the last reset / the last one to begin records a graph.
+        self.failed = self._trains = False
         # Of forwards.
         self.iteration = 0
         self._hands_out: bool | None = None
@@ -103,13 +103,15 @@ class Schedule:
     def enter_forward(self, root: object) -> bool:
         """Called by every module before its forward; ``True`` for the one that starts an iteration."""
         if self.failed or self._callback_queued:
-            # The last forward or backward raised: nothing of it may be taken for this iteration's.
-            self.reset()
+            # The last forward or backward raised: nothing of it may be taken for this iteration's. An evaluation leaves
+            # the gradients of earlier micro-batches what they were.
+            self.reset(unreduced=self._trains or self._callback_queued)
         if self.root is not None:
             return False
         self.root = root
         self.iteration += 1
-        if torch.is_grad_enabled():
+        self._trains = torch.is_grad_enabled()
+        if self._trains:
             witnesses_of(self._forward().witnesses)
         for bucket in self.buckets:
             take_up_changes(bucket, self.buckets)
@@ -377,13 +379,26 @@ class Schedule:
 
     # -- failure --
 
-    def reset(self) -> None:
-        """Back to the resting state after an exception; the failed iteration's gradients are lost."""
+    def forward_failed(self, root: object) -> None:
+        """A forward raised. If it is the root's, the next one starts from a clean state; what others raise may be
+        caught.
+        """
+        if self.root is not root:
+            return
+        self.failed = True
+        for bucket in self.buckets:
+            # Who looks at parameters before the next forward, or wants memory, finds them sharded. Those on their way
+            # here may never come.
+            if bucket.is_unsharded:
+                bucket.reshard()
+
+    def reset(self, unreduced: bool = True) -> None:
+        """Back to the resting state after an exception; ``unreduced``: without gradients that are not published yet."""
         self._finish_reductions()
         self.root = None
         self.failed = self._callback_queued = False
         for bucket in self.buckets:
-            bucket.discard()
+            bucket.discard(unreduced)
         witnesses_of(None)
         for record in (self._sequence, self._reduce_order, self._calls, self._forwards, self._ready):
             record.clear()

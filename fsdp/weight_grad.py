@@ -385,7 +385,8 @@ def _through(
         raise RuntimeError(
             f"backward has come to {place.name}, which is not gathered, because no output of this module was met "
             f"before. Outputs are what forward returns: tensors, also in tuples, lists, dicts, sets, dataclasses and "
-            f"registered pytrees, but not in other objects nor on the module"
+            f"registered pytrees, or if there are none of those, attributes of what it returns; but nothing that it "
+            f"leaves on the module"
         ) from error
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.hooks import state_of
 from tests import cluster
-from tests.fsdp.modules import WIDTH, Mlp, data, squares
-from tests.fsdp.reference import differences, full, shard_children, step, twins
+from tests.fsdp.modules import WIDTH, Mlp, Stack, data, squares
+from tests.fsdp.reference import average_gradients, differences, full, shard_children, step, train, twins
 
 
 class Boom(Exception):
@@ -214,6 +214,91 @@ def published_gradients_survive() -> list[str]:
 
 def test_published_gradients_survive_a_failed_forward() -> None:
     check(2, published_gradients_survive)
+
+
+def evaluation_between_micro_batches_fails() -> list[str]:
+    sharded, plain = twins(Fragile)
+    found = []
+    for number in (1, 2):
+        sharded.set_requires_gradient_sync(False)
+        for model in (sharded, plain):
+            squares(model, 0).backward()
+        with torch.no_grad():
+            found += fail(sharded, "forward", 1)
+        sharded.set_requires_gradient_sync(True)
+        found += step(sharded, plain, partial(squares, step=number), tolerance=1e-6) + resting(sharded)
+        for model in (sharded, plain):
+            model.zero_grad()
+    return found
+
+
+def test_a_failed_evaluation_leaves_gradients_of_micro_batches_alone() -> None:
+    check(2, evaluation_between_micro_batches_fails)
+
+
+def replicas_after_a_failure() -> list[str]:
+    """Sums of a replica's earlier micro-batches go with those of the failed one."""
+    mesh = cluster.mesh((2, 2), ("replicate", "shard"))
+    sharded, plain = twins(Fragile, partial(shard_children, mesh=mesh))
+    sharded.set_requires_all_reduce(False)
+    squares(sharded, 0).backward()
+    found = fail(sharded, "backward", 1)
+    sharded.set_requires_all_reduce(True)
+    sharded.zero_grad()
+    return found + step(sharded, plain, partial(squares, step=1), tolerance=1e-6) + resting(sharded)
+
+
+def test_partial_sums_of_replicas_do_not_survive_a_failed_backward() -> None:
+    check(4, replicas_after_a_failure)
+
+
+class Fallback(Stack):
+    """Tries a block, and runs it another way if that raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            self.blocks[0](x, fail=True)
+        except Boom:
+            x = self.blocks[0](x)
+        return super().forward(x)
+
+
+class MayFail(Mlp):
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        if fail:
+            raise Boom("caught by the model")
+        return super().forward(x)
+
+
+def make_fallback() -> nn.Module:
+    model = Fallback()
+    model.blocks[0] = MayFail()
+    return model
+
+
+def caught() -> list[str]:
+    return train(make_fallback, lambda model, number: squares(model, number), tolerance=1e-6)
+
+
+def test_an_exception_that_the_model_catches() -> None:
+    check(2, caught)
+
+
+def shown_after_a_failure() -> list[str]:
+    """The parameters that modules show after a failed forward are those that the optimizer steps."""
+    sharded, plain = twins(Fragile)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, plain)]
+    for model in (sharded, plain):
+        squares(model, 0).backward()
+    average_gradients(plain)
+    found = fail(sharded, "forward", 1)
+    for optimizer in optimizers:
+        optimizer.step()
+    return found + differences(sharded, plain)
+
+
+def test_parameters_are_shown_sharded_after_a_failed_forward() -> None:
+    check(2, shown_after_a_failure)
 
 
 def evaluation_fails() -> list[str]:
