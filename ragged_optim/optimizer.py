@@ -685,7 +685,7 @@ class RaggedOptimizer(Optimizer):
         state_dict = super().state_dict()
         self.state.update(elsewhere)
         # torch.distributed.checkpoint.state_dict takes strings, and no dtypes.
-        for group in state_dict["param_groups"]:
+        for group in state_dict.get("param_groups", ()):  # a hook may have put something else in its place
             group.update({key: str(value) for key, value in group.items() if isinstance(value, torch.dtype)})
         return state_dict
 

@@ -49,8 +49,8 @@ _TABLES = re.compile(
       .*[Ee]mbed(ding|dings|s|der)?(_?tokens|_?positions|_?in|_?out|_layer|_\d+)? | .*embeddings?_.* | tok_?embeddings
     | embed_.* | .*_emb(ed)? | tokens? | positions? | (?!vocab_transform$).*vocab.* | wte | wpe | shared | codebooks? |
     rel_pos.* | pos_emb.* | position.* | .*_tokens? | queries_.* | query_feat | latents(_.*)? | latent_quer(y|ies) |
-    (.*_)?bias(es)?(_(u|v|table|values))? | (.*_)?heads?(_linear)? | output | embed_out | unembed | output_projection |
-    (?!pre_)(.*_)?classifier | (.*_)?logits(_dense)? | scores? | qa_outputs | predict_.* | predictions | cls |
+    (.*_)?bias(es)?(_(u|v|table|values))? | (?![qkv]_)(.*_)?heads?(_linear)? | output | embed_out | unembed |
+    output_projection | (?!pre_)(.*_)?classifier | (.*_)?logits(_dense)? | scores? | qa_outputs | predict_.* | predictions | cls |
     seq_relationship | router | routers | switch | A_log | D
     )$""",
     re.VERBOSE,

@@ -201,6 +201,12 @@ def test_state_dict_round_trip_continues_exactly(name: str) -> None:
     assert_same(weights(module), weights(module2))
 
 
+def test_a_hook_may_put_something_else_in_place_of_the_state_dict() -> None:
+    optimizer = build("Muon", model())
+    optimizer.register_state_dict_post_hook(lambda optimizer, state_dict: {"inner": state_dict})
+    assert list(optimizer.state_dict()) == ["inner"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_deepcopy_and_pickle_continue_exactly(name: str) -> None:
     module = model()

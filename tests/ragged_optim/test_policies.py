@@ -164,6 +164,7 @@ def test_models_of_transformers(name: str) -> None:
         ("logits_dense.weight", (64, 32), False),
         ("vision_tower.head_linear.weight", (64, 32), False),
         ("pre_classifier.weight", (32, 32), True),
+        ("attention.q_head.weight", (32, 32), True),  # Funnel
         ("lm_head.dense.weight", (32, 32), True),
         ("classifier.linear_hidden.weight", (32, 32), True),
         # Convolutions: of one output, of later stages, by their kernels alone
