@@ -50,8 +50,8 @@ _TABLES = re.compile(
     | embed_.* | .*_emb(ed)? | tokens? | positions? | (?!vocab_transform$).*vocab.* | wte | wpe | shared | codebooks? |
     rel_pos.* | pos_emb.* | position.* | .*_tokens? | queries_.* | query_feat | latents(_.*)? | latent_quer(y|ies) |
     (.*_)?bias(es)?(_(u|v|table|values))? | (?![qkv]_)(.*_)?heads?(_linear)? | output | embed_out | unembed |
-    output_projection | (?!pre_)(.*_)?classifier | (.*_)?logits(_dense)? | scores? | qa_outputs | predict_.* | predictions | cls |
-    seq_relationship | router | routers | switch | A_log | D
+    output_projection | (?!pre_)(.*_)?classifier | (.*_)?logits(_dense)? | scores? | qa_outputs | predict_.* |
+    predictions | cls | seq_relationship | router | routers | switch | A_log | D
     )$""",
     re.VERBOSE,
 )
