@@ -176,13 +176,7 @@ class RaggedOptimizer(Optimizer):
                     f"{reason}.{advice}"
                 )
             hyper = self._hyperparameters(rule, first, overrides, policy, label)
-            if isinstance(rule, MatrixRule):
-                try:
-                    rule.matrices(tuple(param.shape), hyper)
-                except ValueError as error:
-                    raise ValueError(f"parameter {label!r}: {error}") from None
-            for block in blocks_of(rule, tuple(param.shape), hyper):
-                check_block(block, rule, param, label)
+            self._check_cuts(rule, param, hyper, label)
             key = (rule.name, tuple((k, hashable(hyper[k])) for k in sorted(hyper)))
             group = groups.setdefault(
                 key, {"params": [], "rule": rule.name, **hyper, "state_version": rule.state_version}
@@ -194,6 +188,17 @@ class RaggedOptimizer(Optimizer):
             groups[()] = {"params": [], "rule": first.name, **hyper, "state_version": first.state_version}
         self._check_reach(first, overrides, list(groups.values()))
         return sorted(groups.values(), key=lambda group: group["rule"] != first.name)
+
+    @staticmethod
+    def _check_cuts(rule: Rule, param: Tensor, group: Mapping[str, Any], label: str) -> None:
+        """Whether matrices and blocks can be made of ``param`` as it is cut."""
+        if isinstance(rule, MatrixRule):
+            try:
+                rule.matrices(tuple(param.shape), group)
+            except ValueError as error:
+                raise ValueError(f"parameter {label!r}: {error}") from None
+        for block in blocks_of(rule, tuple(param.shape), group):
+            check_block(block, rule, param, label)
 
     def _check_reach(self, first: Rule, overrides: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
         """A hyperparameter of ``first`` in a group that the policy sends elsewhere altogether would do nothing."""
@@ -287,9 +292,10 @@ class RaggedOptimizer(Optimizer):
         """(name, parameter, its group) of every parameter; unnamed ones are called by their position."""
         position = 0
         for group in self.param_groups:
-            names = group.get("param_names")
+            names = group.get("param_names", ())
+            named = len(names) == len(group["params"])  # not where some were taken out or put in by hand
             for i, param in enumerate(group["params"]):
-                yield (names[i] if names else f"#{position}"), param, group
+                yield (names[i] if named else f"#{position}"), param, group
                 position += 1
 
     def given_order(self) -> list[int]:
@@ -351,6 +357,8 @@ class RaggedOptimizer(Optimizer):
         self._untouched.update(param for _, param, _ in missing if not self.state.get(param))
         for name, param, group in missing:
             rule = self.rule_of(group)
+            if param not in self._given:  # it came into its group by hand
+                self._check_cuts(rule, param, group, name)
             if isinstance(rule, MatrixRule) and param not in self._matrix_params:
                 self._matrix_params[param] = self._matrix_param(name, param, group, rule)
         self._choose_owners()

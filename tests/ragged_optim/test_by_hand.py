@@ -168,3 +168,32 @@ def test_states_without_names_are_not_exchanged_between_parameters_of_one_shape(
         theirs.load_state_dict(convert.to_bitsandbytes(ours, theirs))
         found = [theirs.state[param]["state1"] for param in module.parameters()]
     assert [round(float(m.mean()), 6) for m in found] == [0.1, 0.2, 0.3, 0.4]
+
+
+def cut_tiles_by_hand() -> str:
+    param = nn.Parameter(shard(full((96, 64), 0), "shard0", cluster.mesh((2,))))
+    optimizer = ragged_optim.AdamW8bit([("w", nn.Parameter(full((96, 64), 0)))])
+    optimizer.param_groups[0]["params"][0] = param
+    param.grad = shard(full((96, 64), 1), "shard0", cluster.mesh((2,)))
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_put_into_a_group_by_hand_may_not_cut_tiles_either() -> None:
+    for said in cluster.run(2, cut_tiles_by_hand):
+        assert "parameter 'w' of shape (96, 64)" in said and "cuts the block" in said
+
+
+def test_parameters_appended_to_a_group_or_taken_out_without_their_names_are_stepped() -> None:
+    params = parameters()
+    optimizer = ragged_optim.AdamW(named(params[:2]), lr=0.1)
+    optimizer.param_groups[0]["params"] += params[2:]
+    before = [digest(param) for param in params]
+    step(optimizer, params, 0)
+    assert not any(map(str.__eq__, before, map(digest, params)))
+    optimizer.param_groups[0]["params"].pop(0)
+    step(optimizer, params, 1)
+    assert len(optimizer.state_dict()["state"]) == len(params) - 1
