@@ -1,4 +1,6 @@
-"""How a ragged DTensor comes into being: ``distribute_tensor`` and ``DTensor.from_local`` with a RaggedShard."""
+"""How a ragged DTensor comes into being: ``distribute_tensor``, ``DTensor.from_local``, and ``zeros``, ``rand`` and
+their kin of ``torch.distributed.tensor``, with a RaggedShard.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ragged_shard.placement import RaggedShard, Shape, check_placements, check_tensor, region_of
+from ragged_shard.placement import RaggedShard, Shape, check_placements, check_tensor, contiguous_stride, region_of
 from ragged_shard.redistribute import distribute
 
-__all__ = ["distribute_tensor", "from_local"]
-
-
-def contiguous_stride(shape: Sequence[int]) -> Shape:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+__all__ = ["distribute_tensor", "from_local", "made_by"]
 
 
 def _resolve(
@@ -124,6 +118,25 @@ def from_local(
     if grad_placements is not None:  # an older torch has no such argument
         options["grad_placements"] = grad_placements
     return stock(local, mesh, resolved, shape=shape, stride=contiguous_stride(shape), **options)  # type: ignore[no-any-return]
+
+
+def made_by(
+    stock: Any,
+    function: Any,
+    size: torch.Size,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement],
+    **options: Any,
+) -> DTensor:
+    """What ``torch.distributed.tensor.zeros``, ``rand``, ... return; random values are those of one process."""
+    mesh, resolved = _resolve(device_mesh, placements, len(size), f"torch.distributed.tensor.{function.__name__}")
+    check_placements(tuple(size), tuple(mesh.shape), resolved)
+    if function not in (torch.rand, torch.randn):
+        return stock(function, size, mesh, resolved, **options)  # type: ignore[no-any-return]
+    made: DTensor = stock(torch.empty, size, mesh, resolved, **options)
+    with torch.no_grad():
+        made.uniform_() if function is torch.rand else made.normal_()
+    return made
 
 
 class _ScalarFromLocal(torch.autograd.Function):

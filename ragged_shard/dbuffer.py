@@ -37,7 +37,7 @@ from ragged_shard.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_scratch_numel,
 )
-from ragged_shard.placement import RaggedShard
+from ragged_shard.placement import RaggedShard, contiguous_stride
 from ragged_shard.planner import BufferPlan
 from ragged_shard.pool import Lease, Pool
 
@@ -137,7 +137,7 @@ class Layout:
             shape = self.shapes[index] if outer is None else outer.shape
             mesh = self.mesh if outer is None else outer.mesh
             placements = self.placements[index] + (() if outer is None else outer.placements)
-            meta = TensorMeta(torch.Size(shape), _contiguous_stride(shape), dtype)
+            meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
             spec = self._dtensor_specs[index, dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
         return spec
 
@@ -453,14 +453,6 @@ class DBuffer:
 
 def _placements(layout: Layout, along_shard_dim: Placement) -> tuple[Placement, ...]:
     return tuple(along_shard_dim if dim == layout.shard_dim else Replicate() for dim in range(layout.mesh.ndim))
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(1, size)
-    return tuple(reversed(stride))
 
 
 # Keyed by the local tensor object itself: an alias with another shape (`p.detach()`, `p.data`) is not the parameter's

@@ -42,7 +42,7 @@ def report() -> tuple[str, bool]:
 
 
 MEANING = {
-    "elementwise": "keeps the placement; operands that lie inside a unit broadcast, replicated ones are cut",
+    "elementwise": "keeps the placement; values of a row or of all rows broadcast; replicated operands are cut",
     "reduction": "over everything or the whole flattened prefix: Partial; inside a unit: stays ragged; else refused",
     "random": "the values, and the generator, of one process",
     "shape": "like the tensor, or a view that keeps the flattened prefix whole",

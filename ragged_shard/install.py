@@ -203,6 +203,17 @@ def _from_local(stock: Any) -> Any:
     return from_local
 
 
+def _dtensor_init_helper(stock: Any) -> Any:
+    def init_helper(init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if placements is None or not _ragged(placements):
+            return stock(init_op, size, device_mesh, placements, **options)
+        from ragged_shard.construct import made_by
+
+        return made_by(stock, init_op, size, device_mesh, placements, **options)
+
+    return init_helper
+
+
 def _to_local_backward(stock: Any) -> Any:
     def backward(ctx: Any, grad_output: Any) -> Any:
         spec, wanted = ctx.dtensor_spec, ctx.grad_placements
@@ -407,6 +418,12 @@ HOOKS: tuple[Hook, ...] = (
         _from_local,
         "a local tensor of the wrong size or shape would be taken, and broadcast later",
         static=True,
+    ),
+    Hook(
+        _TENSOR + "_api:_dtensor_init_helper",
+        ("init_op", "size", "device_mesh", "placements"),
+        _dtensor_init_helper,
+        "torch.distributed.tensor.rand would draw values for each rank as if it held the whole tensor",
     ),
     Hook(
         _TENSOR + "_api:_ToTorchTensor.backward",

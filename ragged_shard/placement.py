@@ -37,7 +37,16 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ragged_shard.compile_cache import cache_key
 
-__all__ = ["Box", "RaggedShard", "Region", "check_placements", "check_tensor", "range_boxes", "region_of"]
+__all__ = [
+    "Box",
+    "RaggedShard",
+    "Region",
+    "check_placements",
+    "check_tensor",
+    "contiguous_stride",
+    "range_boxes",
+    "region_of",
+]
 
 Shape = tuple[int, ...]
 _LARGEST = 2**63 - 1
@@ -286,6 +295,14 @@ def region_of(
     placement, rank = ragged
     start, stop = placement.flat_range(base, rank)
     return Region(tuple(offsets), base, start, stop, placement.local_shape(base, rank))
+
+
+def contiguous_stride(shape: Sequence[int]) -> Shape:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def has_ragged(placements: Sequence[Placement]) -> bool:

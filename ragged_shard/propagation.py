@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn, cast
 
@@ -30,9 +31,9 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, Runtim
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_shard.placement import RaggedShard, Region, Shape, has_ragged, region_of
+from ragged_shard.placement import RaggedShard, Region, Shape, contiguous_stride, has_ragged, region_of
 
-__all__ = ["TABLE", "Rewrite", "propagate", "register_schemas"]
+__all__ = ["TABLE", "Rewrite", "propagate", "register_schemas", "watch"]
 
 aten = torch.ops.aten
 Stock = Callable[[OpSchema], OutputSharding]
@@ -133,6 +134,8 @@ def propagate(propagator: Any, schema: OpSchema, stock: Stock) -> OutputSharding
     meshes = {spec.mesh for spec in specs if spec.ndim}
     if len(meshes) > 1 and not _is_list_op(op):
         refuse(op, specs, f"its operands lie on different meshes {sorted(map(str, meshes))}")
+    if schema.kwargs_schema.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        refuse(op, specs, "a RaggedShard splits the contiguous tensor and has no other memory format")
     if _is_list_op(op):
         return _lists(propagator, schema, stock)
     rule = _RULES.get(op)
@@ -174,6 +177,9 @@ def _answer(schema: OpSchema, output: Any, args: Sequence[Any] | None, *, values
 
 def _output(meta: Any, mesh: DeviceMesh, placements: Placements) -> Any:
     if isinstance(meta, TensorMeta):
+        if has_ragged(placements):
+            # A transposed operand would give its strides to the result; what a RaggedShard splits is contiguous.
+            meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
         return DTensorSpec(mesh, placements, tensor_meta=meta)
     if meta is None:
         return None
@@ -251,6 +257,8 @@ def _align(
         refuse(op, flat, f"it writes into a tensor placed {_show(written)}, which a ragged operand cannot fill locally")
     how = _LINEAR.get(op._overloadpacket)
     if any(p.is_partial() for p in lead.placements):
+        if kwargs.get("rounding_mode") is not None or (how == "any" and not _keeps_sums(flat, kwargs.get("dtype"))):
+            how = None
         _check_linear(op, how, args, flat, lead)
 
     def aligned(value: Any) -> Any:
@@ -275,6 +283,14 @@ def _writes_first(op: OpOverload) -> bool:
 
 def _show(spec: DTensorSpec) -> str:
     return "(" + ", ".join(str(p) for p in spec.placements) + ")"
+
+
+def _keeps_sums(flat: Sequence[DTensorSpec], dtype: torch.dtype | None) -> bool:
+    """Whether addends may be cast to ``dtype``, or to that of the first operand: not to integers, which rounds them,
+    and not from bools."""
+    kinds = [cast(TensorMeta, spec.tensor_meta).dtype for spec in flat]
+    target = kinds[0] if dtype is None else dtype
+    return all(kind == target or (target.is_floating_point and kind is not torch.bool) for kind in kinds)
 
 
 def _check_linear(
@@ -318,9 +334,12 @@ def _operand(op: OpOverload, spec: DTensorSpec, lead: DTensorSpec, flat: Sequenc
 
 
 def _broadcast(op: OpOverload, spec: DTensorSpec, lead: DTensorSpec, flat: Sequence[DTensorSpec]) -> DTensorSpec:
-    """An operand that is the same for every unit: all of its flattened dims have size 1 (or are missing)."""
+    """An operand with a value for each entry of the flattened dims (a norm of each row), cut like the lead; or one that
+    is the same for every unit: all of its flattened dims have size 1 (or are missing)."""
     missing = lead.ndim - spec.ndim
     prefix = next(len(p.dims) for p in lead.placements if isinstance(p, RaggedShard))
+    if not missing and prefix and spec.shape[:prefix] == lead.shape[:prefix]:
+        return _cut_alike(op, spec, lead, flat)
     wanted: list[Placement] = []
     if missing < 0 or any(spec.shape[d - missing] != 1 for d in range(missing, prefix)):
         refuse(
@@ -339,7 +358,7 @@ def _broadcast(op: OpOverload, spec: DTensorSpec, lead: DTensorSpec, flat: Seque
             refuse(op, flat, f"its operand of shape {tuple(spec.shape)} is placed {_show(spec)}")
     local = region_of(tuple(spec.shape), tuple(spec.mesh.shape), _here(spec.mesh), wanted)
     ones = max(0, prefix - missing)
-    if tuple(wanted) == spec.placements and ones <= 1:
+    if tuple(wanted) == spec.placements and ones <= 1 and spec.stride == contiguous_stride(spec.shape):
         return spec
     shape = ((1,) * min(ones, 1)) + local.local_shape[ones:]
     starts, sizes = local.offsets, local.sizes
@@ -348,9 +367,19 @@ def _broadcast(op: OpOverload, spec: DTensorSpec, lead: DTensorSpec, flat: Seque
         for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             if tensor.shape[d] != size:
                 tensor = tensor.narrow(d, start, size)
-        return tensor.reshape(shape)
+        return tensor.reshape(shape).contiguous()
 
     return rewritten(spec, cut)
+
+
+def _cut_alike(op: OpOverload, spec: DTensorSpec, lead: DTensorSpec, flat: Sequence[DTensorSpec]) -> DTensorSpec:
+    wanted = tuple(
+        Replicate() if p.is_partial() or (isinstance(p, Shard) and spec.shape[p.dim] != lead.shape[p.dim]) else p
+        for p in lead.placements
+    )
+    if any(given != want and not given.is_replicate() for given, want in zip(spec.placements, wanted, strict=True)):
+        refuse(op, flat, f"its operands are placed {_show(lead)} and {_show(spec)}")
+    return spec if wanted == spec.placements else DTensorSpec(spec.mesh, wanted, tensor_meta=spec.tensor_meta)
 
 
 def _here(mesh: DeviceMesh) -> Shape:
@@ -520,7 +549,7 @@ def _norm_placement(order: float) -> tuple[Placement, float | None]:
         return Partial("min"), math.inf
     if order == 0:
         return Partial("sum"), None
-    return _NormPartial(order), None
+    return _NormPartial(order), math.inf if order < 0 else None
 
 
 def _list_fill(op: OpOverload, row: Sequence[Any]) -> tuple[Placement, Any]:
@@ -596,7 +625,8 @@ def _combine_rule(op: OpOverload, schema: OpSchema, spec: DTensorSpec, kind: str
         return _norm_placement(2.0 if order is None else float(cast(float, order)))
     if kind in ("max", "min"):
         return Partial(kind), _lowest(dtype) if kind == "max" else _highest(dtype)
-    return Partial({"mean": "sum", "any": "sum", "all": "product"}.get(kind, kind)), None
+    # A sum of bools would count ranks once it is cast.
+    return Partial({"mean": "sum", "any": "max", "all": "product"}.get(kind, kind)), None
 
 
 def _across(
@@ -642,7 +672,9 @@ def _across(
             local = local.new_full((1, *local.shape[1:]), fill)
         if kind == _MEAN:
             dtype = kwargs.get("dtype") or (args[3] if len(args) > 3 else None) or local.dtype
-            return (torch.sum(local, local_dims, dtype=dtype) / count).reshape(shape)
+            # The sum of 16-bit values may overflow where their mean does not.
+            wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+            return (torch.sum(local, local_dims, dtype=wide) / count).to(dtype).reshape(shape)
         if kind == _NORM:
             order = args[1] if len(args) > 1 and args[1] is not None else 2
             return torch.linalg.vector_norm(local, order, local_dims, dtype=kwargs.get("dtype")).reshape(shape)
@@ -721,7 +753,7 @@ def _variance(
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         local = args[0]
         wide = local.double() if local.dtype == torch.float64 else local.float()
-        mean = wide.mean() if local.numel() else wide.new_zeros(())
+        mean = wide.mean() if local.numel() or not spec.shape.numel() else wide.new_zeros(())
         moments = torch.stack([wide.new_tensor(float(local.numel())), mean, (wide - mean).square().sum()])
         for mesh_dim in cut:
             rows = _gather_rows(moments[None], 0, (spec.mesh, mesh_dim))
@@ -766,7 +798,7 @@ def _view(schema: OpSchema, propagator: Any) -> OutputSharding:
     ragged = cast(RaggedShard, spec.placements[mesh_dim])
     local = _region(spec).local_shape
     if shape == tuple(spec.shape):
-        return _answer(schema, _output(meta, spec.mesh, spec.placements), [spec, list(local)], values=True)
+        return _seen_as(schema, _output(meta, spec.mesh, spec.placements), local)
     prefix = math.prod(spec.shape[: len(ragged.dims)])
     matching = [k for k in range(1, len(shape) + 1) if math.prod(shape[:k]) == prefix]
     if not ragged.dims or not matching or any(isinstance(p, Shard) for p in spec.placements):
@@ -778,7 +810,38 @@ def _view(schema: OpSchema, propagator: Any) -> OutputSharding:
     k = matching[0]
     placements = list(spec.placements)
     placements[mesh_dim] = RaggedShard(tuple(range(k)), ragged.local_units)
-    return _answer(schema, _output(meta, spec.mesh, tuple(placements)), [spec, [local[0], *shape[k:]]], values=True)
+    return _seen_as(schema, _output(meta, spec.mesh, tuple(placements)), (local[0], *shape[k:]))
+
+
+def _seen_as(schema: OpSchema, output: Any, local: Shape) -> OutputSharding:
+    """The local tensor is seen in the shape ``local``."""
+    spec = cast(DTensorSpec, schema.args_schema[0])
+    if schema.op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        return _answer(schema, output, [spec, list(local)], values=True)
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        return args[0].view(local)
+
+    return _answer(schema, output, [rewritten(spec, lambda t: Intercepted(t, run)), *schema.args_schema[1:]])
+
+
+def _expand(schema: OpSchema, propagator: Any) -> OutputSharding:
+    """``expand`` inside units (the gradient of a reduction there), which is a copy: a local tensor is contiguous."""
+    spec = cast(DTensorSpec, schema.args_schema[0])
+    meta = cast(TensorMeta, _meta(propagator, schema))
+    prefix = next(len(p.dims) for p in spec.placements if isinstance(p, RaggedShard))
+    grown = [d for d, size in enumerate(meta.shape) if d >= spec.ndim or size != spec.shape[d]]
+    if len(meta.shape) != spec.ndim or any(d < prefix for d in grown):
+        refuse(schema.op, [spec], f"to shape {tuple(meta.shape)} it would repeat units")
+    if any(isinstance(p, Shard) and p.dim in grown for p in spec.placements):
+        refuse(schema.op, [spec], f"it would repeat dims {tuple(grown)}, of which one is cut on another mesh dim")
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        sizes = [meta.shape[d] if d in grown else -1 for d in range(prefix, spec.ndim)]
+        return args[0].expand(-1, *sizes).contiguous()
+
+    args = [rewritten(spec, lambda t: Intercepted(t, run)), *schema.args_schema[1:]]
+    return _answer(schema, _output(meta, spec.mesh, spec.placements), args)
 
 
 def _bits(schema: OpSchema, propagator: Any) -> OutputSharding:
@@ -827,6 +890,7 @@ _register(
     "clone.default",
     "_to_copy.default",
     "lift_fresh.default",
+    "hardtanh_backward.default",
 )
 _register(
     "elementwise",
@@ -860,6 +924,8 @@ _register(
     "new_empty_strided.default",
 )
 _register("shape", _view, "view.default", "_unsafe_view.default", "reshape.default")
+_register("shape", _view, "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
+_register("shape", _expand, "expand.default")
 _register("shape", _bits, "view.dtype")
 _register("refused", _item, "_local_scalar_dense.default")
 _register("reduction", _reduction(_SUM), "sum.default", "sum.dim_IntList", "nansum.default")
@@ -874,9 +940,19 @@ _register("reduction", _reduction(_NORM), "linalg_vector_norm.default", "norm.Sc
 _register("reduction", _reduction(_VARIANCE), "var.correction", "std.correction", "var_mean.correction")
 
 
+def watch(propagator: Any, ops: Iterable[OpOverload], static_argnum: int = 100) -> None:
+    """Make DTensor's cache key hold the non-tensor arguments that our rules look at: some keywords and, where no stock
+    rule says more, positions from ``static_argnum`` on."""
+    known = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
+    for op in ops:
+        infos = next((infos for infos in known if op in infos), known[0])
+        info = infos.get(op, RuntimeSchemaInfo(static_argnum))
+        keys = info.static_kwargkey or []
+        named = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+        missing = [key for key in ("keepdim", "dtype", "memory_format") if key in named and key not in keys]
+        infos[op] = replace(info, static_kwargkey=[*keys, *missing])
+
+
 def register_schemas(propagator: Any) -> None:
-    """Make DTensor's cache key hold the non-tensor arguments that our rules look at, where no stock rule asks for
-    it."""
-    for op in (*TABLE["reduction"], *TABLE["shape"]):
-        if op not in propagator.op_to_schema_info and op not in propagator.op_to_schema_info_for_single_dim_strategy:
-            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, ["keepdim", "dtype"])
+    watch(propagator, TABLE["elementwise"])
+    watch(propagator, (*TABLE["reduction"], *TABLE["shape"]), 1)

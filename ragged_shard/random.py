@@ -18,10 +18,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
 from ragged_shard.placement import Region
-from ragged_shard.propagation import TABLE, Intercepted, _answer, _meta, _output, _region, _register, refuse, rewritten
+from ragged_shard.propagation import (
+    TABLE,
+    Intercepted,
+    _answer,
+    _meta,
+    _output,
+    _region,
+    _register,
+    refuse,
+    rewritten,
+    watch,
+)
 from ragged_shard.redistribute import piece_of, write_piece
 
 __all__ = ["register_schemas"]
@@ -101,7 +112,4 @@ _register("random", _draw, "randint_like.default", "randint_like.low_dtype", "ra
 
 
 def register_schemas(propagator: Any) -> None:
-    """Make DTensor's cache key hold the arguments that change the result's dtype."""
-    for op in TABLE["random"]:
-        if op not in propagator.op_to_schema_info and op not in propagator.op_to_schema_info_for_single_dim_strategy:
-            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, ["dtype"])
+    watch(propagator, TABLE["random"], 1)

@@ -359,6 +359,8 @@ def redistribute_local(local: Tensor, current: DTensorSpec, target: DTensorSpec,
     route = _route(mesh, here, tuple(map(int, current.shape)), before, after)
     if here is None or before == after:
         return local
+    if local.is_meta:
+        return local.new_empty(region_of(tuple(current.shape), tuple(mesh.shape), here, after).local_shape)
     for first, second in route.reductions_before:
         local = _all_reduce(local, mesh, first, second)
     if route.exchange is not None:
@@ -700,6 +702,11 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Placements, source: i
     cuts its own.
     """
     shape, here = tuple(full.shape), cast(Shape, _coordinate(mesh))
+    if source is not None and not all(0 <= source < size for size in mesh.shape):
+        raise ValueError(
+            f"src_data_rank={source}: it counts along each dim of the mesh, which has the sizes {tuple(mesh.shape)}; "
+            "None takes every rank's own tensor"
+        )
     cut = tuple(Replicate() if p.is_partial() else p for p in placements)
     region = region_of(shape, tuple(mesh.shape), here, cut)
     if full.is_meta:

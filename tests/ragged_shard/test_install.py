@@ -102,6 +102,13 @@ def distributes():
     assert torch.equal(distribute_tensor(FULL.clone(), cluster.mesh((2,)), [ROWS]).to_local(), held(ROWS))
 
 
+def draws():
+    torch.manual_seed(3)
+    made = torch.distributed.tensor.rand(6, 4, device_mesh=cluster.mesh((2,)), placements=[ROWS])
+    torch.manual_seed(3)
+    assert torch.equal(made.full_tensor(), torch.rand(6, 4))
+
+
 def checks_a_local():
     made = DTensor.from_local(held(ROWS).view(-1), cluster.mesh((2,)), [ROWS], shape=FULL.shape, stride=FULL.stride())
     assert made.to_local().shape == held(ROWS).shape
@@ -204,6 +211,7 @@ def updates_without_dispatch():
 
 
 SCENARIOS = {
+    "_api:_dtensor_init_helper": draws,
     "DTensor.redistribute": moves_without_autograd,
     "_redistribute:redistribute_local_tensor": moves,
     "_dispatch:redistribute_local_tensor": cuts_an_operand,

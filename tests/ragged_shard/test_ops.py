@@ -169,12 +169,13 @@ def operands():
         x = place(full, layout)
         same(x + place(row, Replicate()), full + row, layout)
         same(x * place(row[None], Replicate()), full * row, layout)
+        same(x + place(column, Replicate()), full + column, layout)
     cube = values((3, 2, 4))
     x = place(cube, RaggedShard((0, 1), (1, 2, 0, 3)))
     same(x + place(row[None, None], Replicate()), cube + row)
     same(x + place(row[None], Replicate()), cube + row)
     same(place(full, WHOLE) + place(row, Replicate()), full + row, WHOLE)
-    for layout, wrong in ((ROWS, column), (ELEMENTS, row)):
+    for layout, wrong in ((ELEMENTS, column), (ELEMENTS, row)):
         with pytest.raises(RuntimeError, match=r"differs between units.*redistribute\(\)"):
             place(full, layout) + place(wrong, Replicate())
     # copy_ redistributes its source.
