@@ -363,6 +363,15 @@ class Bucket:
         if self.outstanding[task] == 0:
             self.on_complete()
 
+    def take_assigned(self) -> None:
+        """Take gradients that somebody has assigned to the gathered parameters, past autograd's accumulation."""
+        for buffer in self.buffers:
+            for index, parameter in enumerate(buffer.parameters):
+                if parameter.full is not None and parameter.full.grad is not None:
+                    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                        self._take_gradient(buffer, index, parameter.full)
+                    self.unreduced = True
+
     def _take_gradient(self, buffer: FlatBuffer, index: int, full: Tensor) -> None:
         """Write a gradient that autograd has accumulated into its view of the unreduced buffer."""
         gradient, full.grad = full.grad, None

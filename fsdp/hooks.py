@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp.bucket import Bucket
 from fsdp.changes import adopt_assigned, take_up_changes_of_gathered
+from fsdp.pipelining import announce
 from fsdp.schedule import Schedule
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import will_run
@@ -97,6 +98,7 @@ class State:
         self._leaf_hooks: dict[int, list[RemovableHandle]] = {}
         for module in () if hooked else self.modules:
             module.__dict__[_ATTRIBUTE] = self
+            announce(module, self._reduce_accumulated)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             # always_call: a forward that raises must be known to have ended.
             module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
@@ -340,6 +342,10 @@ class State:
         if call not in awaited and (count := sum(map(will_run, inputs.values()))):
             awaited[call] = count
         self.schedule.before_backward(self.bucket, call, [s.bucket for s in reversed(self.backward_prefetch)])
+
+    def _reduce_accumulated(self) -> None:
+        if self.schedule is not None:
+            self.schedule.reduce_accumulated()
 
     def _memory_wanted(self) -> None:
         if self.schedule is not None:

@@ -347,6 +347,12 @@ class Schedule:
             self._forget(self._covered)
         self._ready.clear()
 
+    def reduce_accumulated(self) -> None:
+        """Between backwards: reduce and publish what those without synchronisation have left."""
+        for bucket in self.buckets:
+            bucket.take_assigned()
+        self._end_backward()
+
     def _owing(self) -> list[Bucket]:
         """Buckets still to be reduced, in the order that all ranks share."""
         order, self._reduce_order = self._reduce_order, []
