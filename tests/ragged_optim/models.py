@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests import cluster
 
-MIXED = ("shard0", "plain", "ragged", "shard1", "replicate", "ragged7")
+MIXED = ("shard0", "plain", "ragged", "shard1", "replicate", "ragged7", "onehot")
 
 
 def full(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,9 +39,9 @@ def ragged_units(numel: int, world: int, seed: int, row: int = 1) -> tuple[int, 
 def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
     """``tensor``, the same on every rank, laid out on the last mesh dim.
 
-    ``layout``: plain, shard0, shard1, replicate, ragged (cuts anywhere), ragged7 (at multiples of 7 elements), tiles
-    (between tiles of 32 rows); or, on a mesh of two dims, tensor0 / tensor1: tensor parallel on the last, by rows /
-    columns (even numbers), and what is left of it ragged on the first.
+    ``layout``: plain, shard0, shard1, replicate, ragged (cuts anywhere), ragged7 (at multiples of 7 elements), onehot
+    (whole on one rank), tiles (between tiles of 32 rows); or, on a mesh of two dims, tensor0 / tensor1: tensor parallel
+    on the last, by rows / columns (even numbers), and what is left of it ragged on the first.
     """
     from torch.distributed.tensor import Replicate
 
@@ -55,6 +55,10 @@ def shard(tensor: Tensor, layout: str, mesh: Any, seed: int = 0) -> Tensor:
         tensor_dim = int(layout[6:]) if tensor.ndim > 1 else 0
         left = tensor.numel() // world
         placements = [RaggedShard(tuple(range(tensor.ndim)), ragged_units(left, mesh.size(0), seed)), Shard(tensor_dim)]
+    elif layout == "onehot":
+        from ragged_shard.placement import RaggedShard
+
+        placements[-1] = RaggedShard.one_hot(seed % world, world, dims=(0,))
     elif layout.startswith("shard"):
         placements[-1] = Shard(int(layout[5:])) if tensor.ndim > int(layout[5:]) else Shard(0)
     elif layout.startswith(("ragged", "tiles")):
@@ -91,11 +95,13 @@ def train(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     lacking: Sequence[tuple[int, int]] = (),
+    groups: Sequence[int] = (),
     **options: Any,
 ) -> dict[str, list[str]]:
     """Digests of each full parameter and its full states after ``steps`` steps.
 
-    ``lacking``: (step, parameter) without a gradient. ``layout``: also "mixed": one of each, in turn.
+    ``lacking``: (step, parameter) without a gradient. ``layout``: also "mixed": one of each, in turn. ``groups``: in
+    which param group each parameter is; each has a rate and a decay of its own.
     """
     mesh = None
     if layout != "plain":
@@ -106,7 +112,13 @@ def train(
         torch.nn.Parameter(shard(full(shape, seed + i, dtype), layouts[i], mesh, seed + 31 * i))
         for i, shape in enumerate(shapes)
     ]
-    optimizer = make([(f"layer.{i}.weight", p) for i, p in enumerate(params)], **options)
+    named: list[Any] = [(f"layer.{i}.weight", p) for i, p in enumerate(params)]
+    if groups:
+        of = [groups[i % len(groups)] for i in range(len(params))]
+        named = [{"params": [p for p, at in zip(named, of, strict=True) if at == k]} for k in sorted(set(of))]
+    optimizer = make(named, **options)
+    for number, group in enumerate(optimizer.param_groups if groups else ()):
+        group.update(lr=0.1 / (1 + number), weight_decay=number / 8)
     for step in range(steps):
         for i, (param, shape) in enumerate(zip(params, shapes, strict=True)):
             if (step, i) in lacking:

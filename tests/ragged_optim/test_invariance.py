@@ -23,6 +23,7 @@ SHAPES = st.one_of(
     st.sampled_from([(0, 4), (5, 0), (0,), (1, 1), (1, 13), (13, 1), (2, 3, 4, 5)]),
 )
 LAYOUTS = ["shard0", "ragged", "ragged7", "replicate"]
+ANY_LAYOUT = [*LAYOUTS, "onehot", "mixed"]
 
 
 def run(name: str, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
@@ -59,10 +60,11 @@ def test_worlds_1_to_4_and_all_layouts_end_alike(name: str, options: dict[str, A
     name=st.sampled_from(["AdamW", "Muon", "SGD", "Lion", "NorMuon", "Shampoo", "SOAP"]),
     shapes=st.lists(SHAPES, min_size=1, max_size=5),
     world=st.integers(1, 4),
-    layout=st.sampled_from(LAYOUTS),
+    layout=st.sampled_from(ANY_LAYOUT),
     seed=st.integers(0, 10**6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     lacking=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4)), max_size=4),
+    groups=st.lists(st.integers(1, 3), max_size=3),
 )
 def test_any_shapes_cuts_and_missing_gradients(
     name: str,
@@ -72,8 +74,9 @@ def test_any_shapes_cuts_and_missing_gradients(
     seed: int,
     dtype: torch.dtype,
     lacking: list[tuple[int, int]],
+    groups: list[int],
 ) -> None:
-    arguments = {"steps": 2, "seed": seed, "dtype": dtype, "lacking": lacking}
+    arguments = {"steps": 2, "seed": seed, "dtype": dtype, "lacking": lacking, "groups": groups}
     arguments |= {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
     expected = run(name, shapes, **arguments)
     for got in cluster.run(world, run, name, shapes, layout, **arguments):
@@ -92,7 +95,7 @@ def test_hybrid_sharding_ends_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "SOAP"])
 def test_parameters_of_every_layout_mixed_in_one_optimizer_end_alike(name: str) -> None:
-    shapes = [(17, 31), (8, 6), (3, 5, 4), (12, 12), (29, 4), (6, 20), (9, 14)]
+    shapes = [(17, 31), (8, 6), (3, 5, 4), (12, 12), (29, 4), (6, 20), (9, 14), (11, 5)]
     expected = run(name, shapes)
     for got in cluster.run(3, run, name, shapes, "mixed"):
         assert got == expected
