@@ -9,7 +9,7 @@ every rank its shard of the updates; the transfers of the neighbouring batches o
 
 The shards of a matrix arrive in rank order, which for row shards is the order of its elements. What lies at the owner
 already does not travel, and matrices that lie whole there never enter a batch.
-Before the first batch the ranks agree on which gradients exist: one small all-reduce, and none when nothing moves
+Before the first batch the ranks agree on which gradients exist: one small reduction, and none when nothing moves
 (unless gradients that are not finite are to be skipped).
 
 Matrices of one shape are handed to their rule together, which may multiply them in batches. What travels lies in
@@ -19,7 +19,6 @@ buffers that are used again and again.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,13 +31,14 @@ from ragged_optim.layout import Fragment, Layout, Matrix
 from ragged_optim.owners import Job
 from ragged_optim.rule import MatrixRule
 from ragged_optim.state import Tiled, keep_tensors
+from ragged_shard.collectives import AllToAllV, all_reduce_small
 
 __all__ = ["BATCH_BYTES", "TOGETHER_BYTES", "Exchange", "Live", "MatrixParam", "compute_here"]
 
 # Matrices share a batch up to this size per owner: smaller transfers cost latency, and fewer matrices iterate together.
 BATCH_BYTES = 4 << 20
 # Matrices that go to their rule together: more of them would not stay in a core's cache.
-TOGETHER_BYTES = 4 << 20
+TOGETHER_BYTES = 5 << 19
 
 
 @dataclass(eq=False)
@@ -67,7 +67,9 @@ class MatrixParam:
 
     @property
     def moves(self) -> bool:
-        """Whether any matrix of this parameter has to move."""
+        """Whether any matrix of this parameter has to move; the same before its owners are chosen."""
+        if not self.owners:
+            return any(self.job(index).local is None for index in range(len(self.matrices)))
         return any(not self.stays(index) for index in range(len(self.matrices)))
 
 
@@ -288,23 +290,21 @@ class Exchange:
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def agree(
-        self, grads: Sequence[Tensor | None], params: Sequence[Tensor], finite: Sequence[bool], refused: str
+        self, has: Sequence[bool], lacks: Sequence[bool], finite: Sequence[bool], refused: str, device: torch.device
     ) -> str:
         """Why no rank can make this step: a parameter that moves has a gradient on some ranks only, or some rank has
         ``refused`` a gradient, here or elsewhere; the same on every rank, and empty where all is well.
 
-        ``grads``, ``params``: local, and whether the gradients here are ``finite``, one for each of ``self.voting``.
-        One all-reduce of four bytes per parameter.
+        One for each of ``self.voting``: whether it can be updated as far as this rank is concerned, whether it can be
+        left alone, and whether its gradient here is finite. A rank that holds nothing of a parameter agrees to both.
+        One reduction of four bytes per parameter.
         """
         self.spoilt = set()
         if not self.voting:
             return refused
-        # A rank that holds nothing of a parameter has no say.
-        has = [grad is not None or param.numel() == 0 for grad, param in zip(grads, params, strict=True)]
-        lacks = [grad is None or param.numel() == 0 for grad, param in zip(grads, params, strict=True)]
         taken = [not refused] * len(has)
-        votes = torch.tensor([has, lacks, list(finite), taken], dtype=torch.uint8, device=params[0].device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
+        votes = torch.tensor([has, lacks, finite, taken], dtype=torch.uint8, device=device)
+        all_reduce_small(votes.view(-1), dist.ReduceOp.MIN, self.group)
         all_have, all_lack, all_finite, all_taken = votes.tolist()
         if not all(all_taken):
             said: list[str] = [""] * self.size
@@ -332,9 +332,9 @@ class Exchange:
         ranks).
         """
         live_of = {live.of: live for live in lives}
-        batches = self._batches([live.of for live in lives])
-        gathers = deque([_Gather(self, batches[0], live_of)] if batches else [])
-        scatters: deque[_Scatter] = deque()
+        batches = [_Transit(self, batch, live_of, number) for number, batch in enumerate(self._batches(list(live_of)))]
+        if batches:
+            batches[0].gather()
         compute_here(
             (live, index)
             for live in lives
@@ -342,16 +342,14 @@ class Exchange:
             if owner == self.rank and live.of.stays(index)
         )
         for number, batch in enumerate(batches):
-            gather = gathers.popleft()
-            matrices = gather.wait()
+            matrices = batch.arrive()
             if number + 1 < len(batches):
-                gathers.append(_Gather(self, batches[number + 1], live_of))
-            scatters.append(_Scatter(self, batch, live_of, matrices))
-            self.give_back(gather.received)
-            if len(scatters) > 2:
-                scatters.popleft().apply()
-        for scatter in scatters:
-            scatter.apply()
+                batches[number + 1].gather()
+            batch.scatter(matrices)
+            if number > 1:
+                batches[number - 2].apply()
+        for batch in batches[-2:]:
+            batch.apply()
 
     def buffer(self, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """``numel`` elements that no transfer uses; ``give_back`` them."""
@@ -402,47 +400,87 @@ class Exchange:
         return batches
 
 
-class _Gather:
-    """Shards of a batch on their way to the owners."""
+class _Transit:
+    """A batch under way in one step: ``gather``, ``arrive``, ``scatter``, ``apply``."""
 
-    def __init__(self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live]) -> None:
-        self.exchange, self.batch = exchange, batch
-        like = live_of[batch.moves[0].of].param
-        parts = [live_of[move.of].take(fragment) for move, fragment in batch.away]
+    def __init__(self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live], number: int) -> None:
+        self.exchange, self.of, self.live_of, self.number = exchange, batch, live_of, number
+        self.like = live_of[batch.moves[0].of].param
+        # What the transfer under way reads: held until it has been waited for.
+        self.sent: Tensor | None = None
+
+    def gather(self) -> None:
+        """Send the shards that lie here to the owners."""
+        batch, exchange = self.of, self.exchange
+        self.shards = self._buffer(sum(batch.into))
+        self.updates = self._buffer(sum(batch.out))
+        # Both are asked for before anybody can send.
+        self.gathering = AllToAllV(self.shards, batch.into, exchange.group, tag=2 * self.number)
+        self.scattering = AllToAllV(self.updates, batch.out, exchange.group, tag=2 * self.number + 1)
+        parts = [self.live_of[move.of].take(fragment) for move, fragment in batch.away]
         self.kept = [
-            live_of[move.of].take(fragment)
+            self.live_of[move.of].take(fragment)
             for move, places in zip(batch.mine, batch.places, strict=True)
             for at, fragment in places
             if at is None
         ]
-        # Held until wait(): the transfer reads it.
-        self.borrowed = len(parts) != 1
-        if self.borrowed:
-            self.send = exchange.buffer(sum(batch.out), like, batch.wire)
-            if parts:
-                torch.cat(parts, out=self.send)
+        if len(parts) == 1:
+            shards = parts[0].contiguous()  # which the transfer keeps alive
         else:
-            self.send = parts[0].contiguous()
-        self.received = exchange.buffer(sum(batch.into), like, batch.wire)
-        self.work = dist.all_to_all_single(
-            self.received, self.send, batch.into, batch.out, group=exchange.group, async_op=True
-        )
+            self.sent = shards = self._buffer(sum(batch.out))
+            if parts:
+                torch.cat(parts, out=shards)
+        self.gathering.send(shards, batch.out)
 
-    def wait(self) -> list[Tensor]:
-        """The matrices owned here, in the batch's order, until ``received`` is given back."""
-        self.work.wait()
-        if self.borrowed:
-            self.exchange.give_back(self.send)
-        del self.send
-        batch = self.batch
+    def arrive(self) -> list[Tensor]:
+        """The matrices owned here, in the batch's order, until ``scatter``."""
+        self._wait(self.gathering)
+        batch = self.of
         if batch.is_matrix:
             matrix = batch.mine[0].matrix
-            return [self.received.view(matrix.rows, matrix.cols)]
+            return [self.shards.view(matrix.rows, matrix.cols)]
         matrices, kept = [], iter(self.kept)
         for move, places in zip(batch.mine, batch.places, strict=True):
-            parts = [(f, next(kept) if at is None else self.received[at : at + f.numel]) for at, f in places]
+            parts = [(f, next(kept) if at is None else self.shards[at : at + f.numel]) for at, f in places]
             matrices.append(_assemble(move, parts))
+        del self.kept
         return matrices
+
+    def scatter(self, matrices: Sequence[Tensor]) -> None:
+        """Compute the updates; apply them to what lies here, and send the others theirs."""
+        batch = self.of
+        self.sent = send = self._buffer(sum(batch.into))
+        numbers = {(move.of, move.index): number for number, move in enumerate(batch.mine)}
+        for alike in _alike((self.live_of[move.of], move.index) for move in batch.mine):
+            chosen = [numbers[live.of, index] for live, index in alike]
+            updates = _updates(alike, [matrices[number] for number in chosen])
+            for (live, index), number, update in zip(alike, chosen, updates, strict=True):
+                for at, fragment in batch.places[number]:
+                    piece = _cut(update, fragment)
+                    if at is None:
+                        live.apply(index, fragment, piece)
+                    else:
+                        send[at : at + fragment.numel].copy_(piece)
+        self.exchange.give_back(self.shards)
+        self.scattering.send(send, batch.into)
+
+    def apply(self) -> None:
+        """Step what lies here of the others' matrices."""
+        self._wait(self.scattering)
+        at = 0
+        for move, fragment in self.of.away:  # in the order of owners, as sent
+            self.live_of[move.of].apply(move.index, fragment, self.updates[at : at + fragment.numel])
+            at += fragment.numel
+        self.exchange.give_back(self.updates)
+
+    def _wait(self, transfer: AllToAllV) -> None:
+        transfer.wait()
+        if self.sent is not None:
+            self.exchange.give_back(self.sent)
+            self.sent = None
+
+    def _buffer(self, numel: int) -> Tensor:
+        return self.exchange.buffer(numel, self.like, self.of.wire)
 
 
 def _assemble(move: _Move, parts: Sequence[tuple[Fragment, Tensor]]) -> Tensor:
@@ -463,39 +501,3 @@ def _cut(update: Tensor, fragment: Fragment) -> Tensor:
     """The flat elements of ``fragment`` in the whole ``update``."""
     box = update[fragment.row : fragment.row + fragment.height, fragment.col : fragment.col + fragment.width]
     return box.reshape(-1)[fragment.start : fragment.start + fragment.numel]
-
-
-class _Scatter:
-    """Updates of a batch, computed, applied to what lies here, and on their way to the other shards."""
-
-    def __init__(
-        self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live], matrices: Sequence[Tensor]
-    ) -> None:
-        self.exchange, self.batch, self.live_of = exchange, batch, live_of
-        like = live_of[batch.moves[0].of].param
-        self.send = exchange.buffer(sum(batch.into), like, batch.wire)
-        numbers = {(move.of, move.index): number for number, move in enumerate(batch.mine)}
-        for alike in _alike((live_of[move.of], move.index) for move in batch.mine):
-            chosen = [numbers[live.of, index] for live, index in alike]
-            updates = _updates(alike, [matrices[number] for number in chosen])
-            for (live, index), number, update in zip(alike, chosen, updates, strict=True):
-                for at, fragment in batch.places[number]:
-                    piece = _cut(update, fragment)
-                    if at is None:
-                        live.apply(index, fragment, piece)
-                    else:
-                        self.send[at : at + fragment.numel].copy_(piece)
-        self.received = exchange.buffer(sum(batch.out), like, batch.wire)
-        self.work = dist.all_to_all_single(
-            self.received, self.send, batch.out, batch.into, group=exchange.group, async_op=True
-        )
-
-    def apply(self) -> None:
-        """Wait, and step what lies here of the others' matrices."""
-        self.work.wait()
-        self.exchange.give_back(self.send)
-        at = 0
-        for move, fragment in self.batch.away:  # in the order of owners, as sent
-            self.live_of[move.of].apply(move.index, fragment, self.received[at : at + fragment.numel])
-            at += fragment.numel
-        self.exchange.give_back(self.received)

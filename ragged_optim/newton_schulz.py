@@ -147,29 +147,28 @@ def newton_schulz_all(
         # Each call would overwrite the scratch of the last one.
         return [newton_schulz(matrix, coefficients, steps, eps) for matrix in matrices]
     x, spare, product, polynomial = _scratch(*kind)
-    for matrix, place in zip(matrices, x.unbind() if x.ndim == 3 else (x,), strict=True):
+    for matrix, place in zip(matrices, x.unbind(), strict=True):
         # Out of place: the matrix may be a momentum buffer (pytorch/pytorch#194664).
         torch.div(matrix, torch.linalg.vector_norm(matrix).clamp_(min=eps), out=place)
     for triple in triples:
         _step(x, product, polynomial, spare, triple)
         x, spare = spare, x
-    return list(x.unbind()) if x.ndim == 3 else [x]
+    return list(x.unbind())
 
 
 def _step(x: Tensor, product: Tensor, polynomial: Tensor, out: Tensor, triple: Triple) -> None:
     """out = a X + (b G + c G G) X with G = X X^T, or from the right with G = X^T X if that is smaller.
 
-    ``x`` and ``out``: (rows, cols) or a stack of such; ``product`` and ``polynomial``: scratch of the smaller side.
+    ``x`` and ``out``: stacks of (rows, cols); ``product`` and ``polynomial``: scratch of the smaller side.
     """
     a, b, c = triple
-    multiply, add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
     tall = x.shape[-2] > x.shape[-1]
-    multiply(*((x.mT, x) if tall else (x, x.mT)), out=product)
+    torch.bmm(*((x.mT, x) if tall else (x, x.mT)), out=product)
     if c:
-        add(product, product, product, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(product, product, product, beta=b, alpha=c, out=polynomial)
     else:  # a product less
         torch.mul(product, b, out=polynomial)
-    add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a, out=out)
+    torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=a, out=out)
 
 
 class _Kept(threading.local):
@@ -186,14 +185,12 @@ _KEPT = _Kept()
 def _scratch(
     count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two of (count, rows, cols) and two of (count, small, small); of (rows, cols) and (small, small) if ``count`` is
-    1.
-    """
+    """Two of (count, rows, cols) and two of (count, small, small)."""
     key = dtype, count, rows, cols
     found = _KEPT.views.get(key) if device.type == "cpu" else None
     if found is None:
-        small, stack = min(rows, cols), () if count == 1 else (count,)
-        shapes = [(*stack, rows, cols)] * 2 + [(*stack, small, small)] * 2
+        small = min(rows, cols)
+        shapes = [(count, rows, cols)] * 2 + [(count, small, small)] * 2
         sizes = [math.prod(shape) for shape in shapes]
         memory = None if device.type != "cpu" else _KEPT.memory.get(dtype)
         if memory is None or memory.numel() < sum(sizes):
@@ -223,7 +220,7 @@ def _batches_exactly(count: int, rows: int, cols: int, dtype: torch.dtype, devic
         _step(x, square, torch.empty_like(square), out, _KELLER)
         return out
 
-    return bool(torch.equal(step(x), torch.stack([step(one) for one in x])))
+    return bool(torch.equal(step(x), torch.cat([step(one) for one in x.split(1)])))
 
 
 def _by_gram(small: int, large: int, dtype: torch.dtype) -> bool:

@@ -453,8 +453,10 @@ class RaggedOptimizer(Optimizer):
         for exchange in exchanges:
             voting = [by_matrices[of] for of in exchange.voting]
             finite = [entry.of not in spoilt for entry in voting]
-            grads, params = [entry.grad for entry in voting], [local(entry.param) for entry in voting]
-            wrong = exchange.agree(grads, params, finite, wrong)
+            nothing = [local(entry.param).numel() == 0 for entry in voting]
+            has = [entry.grad is not None or none for entry, none in zip(voting, nothing, strict=True)]
+            lacks = [entry.grad is None or none for entry, none in zip(voting, nothing, strict=True)]
+            wrong = exchange.agree(has, lacks, finite, wrong, local(entries[0].param).device)
             spoilt |= exchange.spoilt
         if wrong:
             raise RuntimeError(wrong)
