@@ -88,7 +88,7 @@ def _improve(jobs: Sequence[Job], owners: list[int], load: list[float], movable:
             # A swap is worth a look only while there are few: it is quadratic.
             for that, j in enumerate(movable) if len(movable) <= 256 else ():
                 rank = owners[j]
-                if rank != slowest and jobs[j].flops < jobs[i].flops:
+                if rank != slowest:
                     here = without + jobs[j].load(slowest)
                     there = load[rank] - jobs[j].load(rank) + jobs[i].load(rank)
                     best = min(best, (max(here, there), this, that, rank))

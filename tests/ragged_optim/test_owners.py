@@ -61,3 +61,16 @@ def test_many_equal_matrices_are_spread_evenly() -> None:
     jobs = [Job(f"layer.{i}", 1e9, (64, 64, 64, 64)) for i in range(48)]
     owners = assign(jobs, 4)
     assert [owners.count(rank) for rank in range(4)] == [12] * 4
+
+
+@given(jobs=JOBS)
+def test_no_move_and_no_swap_helps_the_slowest_rank(jobs: list[Job]) -> None:
+    """Equal matrices too: of two layers' alike, each goes where more of it lies."""
+    owners = assign(jobs, 3)
+    slowest = max(loads(jobs, owners, 3))
+    free = [i for i, job in enumerate(jobs) if job.local is None]
+    moves = [{i: rank} for i in free for rank in range(3)]
+    swaps = [{i: owners[j], j: owners[i]} for i, j in itertools.combinations(free, 2)]
+    for change in moves + swaps:
+        trial = [change.get(i, owner) for i, owner in enumerate(owners)]
+        assert max(loads(jobs, trial, 3)) >= slowest * (1 - 1e-6)
