@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp import outdated
 from fsdp.agree import agree
 from fsdp.changes import find_homes
 from fsdp.flat_buffer import BucketParameter, FlatBuffer
@@ -216,6 +217,7 @@ class Bucket:
             )
         self._announce("all_gather")
         self._note("unshard")
+        outdated.gathered(self, kept=self.pinned or self.keeps_unsharded)
         with (
             self.streams.on(self.streams.gather),
             untransformed(),
@@ -325,6 +327,7 @@ class Bucket:
             buffer.release_full()
         self.is_unsharded = False
         self.pinned = False
+        outdated.resharded(self)
 
     # -- gradients --
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from fsdp import outdated
 from fsdp.bucket import Bucket
 from fsdp.changes import note_versions, rehome, take_up_changes, take_up_changes_of_gathered
 from fsdp.deepcopy import deepcopy
@@ -65,8 +66,10 @@ class FSDPModule(TorchFSDPModule):
             state.bind_alone()
         bucket = state.bucket
         take_up_changes(bucket)
-        bucket.unshard()
+        if outdated.is_outdated(bucket):
+            bucket.reshard()
         bucket.pinned = True
+        bucket.unshard()
         handle = UnshardHandle(bucket)
         if async_op:
             return handle

@@ -27,6 +27,7 @@ from torch._C._functorch import TransformType
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp import outdated
 from fsdp.bucket import Bucket, untransformed
 from fsdp.changes import note_versions, take_up_changes, take_up_changes_of_gathered
 from fsdp.flat_buffer import FlatBuffer
@@ -115,7 +116,7 @@ class Schedule:
             witnesses_of(self._forward().witnesses)
         for bucket in self.buckets:
             take_up_changes(bucket, self.buckets)
-            if not (bucket.pinned or bucket.keeps_unsharded):
+            if not ((bucket.pinned or bucket.keeps_unsharded) and outdated.is_kept(bucket)):
                 bucket.reshard()
         self._last_sequence, self._sequence = self._sequence, []
         self.streams.after_optimizer()

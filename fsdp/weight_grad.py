@@ -407,7 +407,9 @@ class _Linear(torch.autograd.Function):
         _made(ctx)
         ctx.save_for_backward(input)
         ctx.weight, ctx.place, ctx.bias_place = weight, place, bias_place
-        return F.linear(input, weight, bias)
+        output = F.linear(input, weight, bias)
+        # A view (of the rows of all leading dimensions) could not be changed in place afterwards.
+        return torch.ops.aten._unsafe_view.default(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

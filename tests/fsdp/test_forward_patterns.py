@@ -79,8 +79,14 @@ class InPlace(nn.Module):
         return x
 
 
+def sequences(model: nn.Module, step: int = 0) -> Tensor:
+    """Inputs of three dimensions, of which a linear with a bias makes a view of rows."""
+    return model(data(step, rows=6).view(2, 3, WIDTH)).square().mean()
+
+
 def in_place(reshard_after_forward: bool | None) -> list[str]:
-    return train(InPlace, squares, sharded_with(reshard_after_forward=reshard_after_forward))
+    shard = sharded_with(reshard_after_forward=reshard_after_forward)
+    return train(InPlace, squares, shard) + train(InPlace, sequences, shard)
 
 
 @pytest.mark.parametrize("reshard_after_forward", EVERY)
