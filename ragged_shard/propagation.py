@@ -890,7 +890,24 @@ _register(
     "clone.default",
     "_to_copy.default",
     "lift_fresh.default",
-    "hardtanh_backward.default",
+)
+# Gradients of activations that torch does not tag.
+_register(
+    "elementwise",
+    _elementwise,
+    *(
+        f"{name}_backward.default"
+        for name in (
+            "elu",
+            "hardshrink",
+            "hardsigmoid",
+            "hardswish",
+            "hardtanh",
+            "leaky_relu",
+            "softplus",
+            "softshrink",
+        )
+    ),
 )
 _register(
     "elementwise",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -181,6 +182,8 @@ def test_a_tensor_that_cannot_be(numel: int, itemsize: int, block: int, what: st
 
 
 def test_a_tensor_of_the_wrong_type() -> None:
+    with pytest.raises(TypeError, match="name of a tensor"):
+        TensorSpec(3, 10, 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tensor 'w': numel must be an integer"):
         TensorSpec("w", 4.0, 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="block must be an integer"):
@@ -237,6 +240,15 @@ def test_a_short_last_block_is_nothing_special() -> None:
     first, second = plan.buffers[0].units("w")
     assert plan.optimal
     assert (first, second) == (832, 769) or (second, first) == (832, 769) or max(first, second) * 3 == plan.shard
+
+
+def test_a_bucket_of_many_different_blocks_does_not_take_forever() -> None:
+    # 25 blocks can be put into three buffers in 141 thousand million ways.
+    rng = random.Random(0)
+    specs = [TensorSpec(f"t{i}", rng.randint(1, 10**7), 2, rng.randint(1, 10**5)) for i in range(25)]
+    one, several = plan_bucket(specs, 1000, max_buffers=1), plan_bucket(specs, 1000)
+    validate(several, specs)
+    assert several.shard < one.shard and len(several.buffers) > 1
 
 
 def test_experts_stay_in_natural_order() -> None:

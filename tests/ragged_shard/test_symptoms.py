@@ -223,3 +223,19 @@ def without_memory():
 
 def test_meta_tensors_are_redistributed_without_a_collective():
     cluster.run(4, without_memory)
+
+
+def activations():
+    functional = torch.nn.functional
+    names = ("elu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "softplus", "softshrink")
+    for name in (*names, "gelu", "silu", "mish", "relu6", "celu", "selu", "threshold"):
+        arguments = (0.5, -1.0) if name == "threshold" else ()
+        full = (values(6, 4) / 4).requires_grad_()
+        getattr(functional, name)(full, *arguments).square().sum().backward()
+        tensor = placed(full.detach(), ROWS).requires_grad_()
+        getattr(functional, name)(tensor, *arguments).square().sum().backward()
+        torch.testing.assert_close(tensor.grad.full_tensor(), full.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_activations_have_gradients():
+    cluster.run(4, activations)
