@@ -124,7 +124,7 @@ def to_bitsandbytes(optimizer: RaggedOptimizer, target: torch.optim.Optimizer) -
     if count != len(entries):
         raise ValueError(f"the target has {count} parameters, this optimizer {len(entries)}")
     made: dict[int, Any] = {}
-    for number, position in enumerate(optimizer.given_order()):
+    for place, position in enumerate(optimizer.given_order()):
         name, param, group = entries[position]
         if group["rule"] not in ("adam", "adamw", *EIGHT_BIT):
             raise ValueError(
@@ -146,7 +146,7 @@ def to_bitsandbytes(optimizer: RaggedOptimizer, target: torch.optim.Optimizer) -
         for number, (part, signed) in enumerate(zip(parts, signs, strict=False), start=1):
             states[f"state{number}"], states[f"absmax{number}"] = part
             states[f"qmap{number}"] = bnb.map_of(part[0].device, signed=signed)
-        made[number] = {"step": int(state["step"]), WRAPPED: states}
+        made[place] = {"step": int(state["step"]), WRAPPED: states}
     return {"state": made, "param_groups": saved["param_groups"]}
 
 
@@ -157,7 +157,7 @@ def _in_tiles(optimizer: RaggedOptimizer, group: Mapping[str, Any], states: Stat
         if spec.tile is not None and key in found:
             value, tiles = _whole(found.pop(key)).float(), q.tiling(shape, *spec.tile)
             codes = torch.zeros(shape, dtype=torch.uint8, device=value.device)
-            scales = torch.zeros(tiles.scales, device=value.device)
+            scales = value.new_zeros(tiles.scales)
             q.encode_tiles(value, codes, scales, tiles, Extent(shape, 0, math.prod(shape)))
             found |= {f"{key}.codes": codes, f"{key}.scales": scales}
     return found
@@ -215,7 +215,7 @@ def _adam_states(
             codes, scales = bnb.quantize(value, signed=signed)
         else:
             codes = torch.zeros(shape, dtype=torch.uint8, device=value.device)
-            scales = torch.zeros(tiles.scales, device=value.device)
+            scales = value.new_zeros(tiles.scales)
             dynamic = group["format"] == "dynamic"
             q.encode_tiles(value, codes, scales, tiles, extent, signed=signed, dynamic=dynamic)
         found |= {f"{name}.codes": codes, f"{name}.scales": scales}
