@@ -39,7 +39,7 @@ DEADLINE = float(os.environ.get("RAGGED_TEST_DEADLINE", "20"))
 SHARED_BY = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # After one rank has failed, the others get this long to fail too before they count as hanging.
 GRACE = SHARED_BY * DEADLINE / 10
-STARTUP = 120.0
+STARTUP = 120.0 * SHARED_BY
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
 # torch._dynamo is what DTensor imports at its first use.
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "fsdp.fully_shard"]

@@ -177,7 +177,7 @@ def passed_by() -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_modules_that_ranks_pass_by_in_different_calls(world_size: int) -> None:
-    assert cluster.run(world_size, passed_by) == [[]] * world_size
+    assert cluster.run(world_size, passed_by, deadline=60) == [[]] * world_size
 
 
 def skipped(where: str) -> str:

@@ -234,7 +234,7 @@ def graphs_after_steps(kind: str) -> tuple[int, int]:
     def alive() -> int:
         # A thread of gloo's drops the tensors of a collective some time after it has said that this is done, and needs
         # Python's lock for it.
-        time.sleep(0.01)
+        time.sleep(0.05)
         gc.collect()
         tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
         return sum(id(o) not in earlier or earlier[id(o)]() is not o for o in tensors)
@@ -247,7 +247,7 @@ def graphs_after_steps(kind: str) -> tuple[int, int]:
             model.zero_grad()
         del loss
         if step == 3:
-            early = min(alive() for _ in range(10))
+            early = min(alive() for _ in range(3))
     late, end = alive(), time.monotonic() + 10
     while late > early and time.monotonic() < end:
         late = alive()
