@@ -6,12 +6,14 @@ an optimizer trains.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import stateless
 
 from fsdp.flat_buffer import dtensor_of, register
 from fsdp.superseded import ASSIGNED, supersede
@@ -139,6 +141,12 @@ def adopt_assigned(bucket: Bucket, others: Sequence[Bucket] = ()) -> list[tuple[
     ]
     if not changes:
         return []
+    if _is_functional_call():
+        raise RuntimeError(
+            f"torch.func.functional_call got other tensors than parameter {changes[0][0].name!r} of {bucket.name!r}: a "
+            f"sharded module computes with what is gathered from its own shards. Copy the values into the parameters "
+            f"under torch.no_grad() and back afterwards, or run a copy.deepcopy of the model"
+        )
     adopted = []
     for parameter, (module, _), other in changes:
         adopted.append((parameter, _fitting(parameter, module, other, [o for o in others if o is not bucket])))
@@ -161,6 +169,14 @@ def adopt_assigned(bucket: Bucket, others: Sequence[Bucket] = ()) -> list[tuple[
         register(module, attribute, parameter.sharded)
     rehome(bucket)
     return adopted
+
+
+def _is_functional_call() -> bool:
+    """Whether parameters are replaced for one call alone."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _fitting(

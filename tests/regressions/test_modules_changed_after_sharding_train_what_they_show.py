@@ -282,3 +282,23 @@ def test_what_cannot_be_taken_up_is_an_error_that_names_the_parameter() -> None:
         assert "'norm.weight'" in tie and "was tied after fully_shard to 'down.bias' of 'block'" in tie
         assert "SGD holds the tensor that was assigned to 'norm.weight'" in optimizer
         assert len(lost) == 3 and all("of 'Model' were changed in place while" in one for one in lost)
+
+
+def called_with_other_tensors() -> list[str]:
+    """Once they overwrote the parameters, for good."""
+    sharded, plain = twins(Model, shard)
+    found = step(sharded, plain, squares)
+    for others in (
+        {name: p.detach() * 0.5 for name, p in sharded.named_parameters()},
+        {"head.weight": nn.Parameter(torch.zeros(5, WIDTH))},
+    ):
+        text = message(lambda others=others: torch.func.functional_call(sharded, others, (data(),)))
+        if "functional_call got other tensors than parameter" not in text:
+            found.append(text)
+    for model in (sharded, plain):
+        model.zero_grad()
+    return found + step(sharded, plain, squares)
+
+
+def test_functional_calls_with_other_tensors_are_refused() -> None:
+    assert cluster.run(2, called_with_other_tensors) == [[], []]
