@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
@@ -440,6 +441,13 @@ class RaggedOptimizer(Optimizer):
     # Under torch.compile this part runs as it is: collectives, and counters that are read.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _update(self) -> None:
+        with ExitStack() as stack:
+            # In a step within torch.autocast, products of matrices would be in half precision.
+            for kind in {group["params"][0].device.type for group in self.param_groups if group["params"]} - {"meta"}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            self._update_all()
+
+    def _update_all(self) -> None:
         entries = self._up_to_date_entries()
         wrong = ""
         for entry in entries:
@@ -467,7 +475,7 @@ class RaggedOptimizer(Optimizer):
             warnings.warn(
                 f"non-finite gradient: parameter {of.name!r} and its states are left alone in this step",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         by_group: dict[int, list[Entry]] = {}
         for entry in entries:

@@ -207,7 +207,7 @@ def offset_v(bits: Tensor) -> Tensor:
 @functools.cache
 def offset(device: torch.device) -> Tensor:
     """``OFFSET`` as a tensor without dims."""
-    return torch.tensor(OFFSET, device=device)
+    return torch.tensor(OFFSET, dtype=torch.float32, device=device)
 
 
 @functools.cache
@@ -270,7 +270,7 @@ def dynamic_tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor
     so narrow that it holds one threshold at most.
     """
     values, roots = dynamic_map(torch.device("cpu"), signed=True), dynamic_map(torch.device("cpu"), signed=False)
-    infinite = torch.tensor([math.inf])
+    infinite = torch.tensor([math.inf], dtype=torch.float32)
     middles = torch.cat([(values[1:] + values[:-1]) / 2, infinite])
     squares = torch.cat([roots.square(), infinite])
     largest = ONE_BITS >> CELL
@@ -316,7 +316,7 @@ def encode_dynamic_square(square: Tensor, dither: Tensor) -> Tensor:
     low.add_(1).add_(_minus_one_where_negative(square - _look_up(squares, low))).clamp_(max=254)
     below, above = _look_up(squares, low), _look_up(squares, low + 1)
     # Up where square - below > (above - below) dither.
-    left = above.sub_(below).mul_(dither * 2.0**-20).sub_(square - below)
+    left = above.sub_(below).mul_(dither.float().mul_(2.0**-20)).sub_(square - below)
     return low.sub_(_minus_one_where_negative(left))
 
 
@@ -349,7 +349,7 @@ def decode_tiles(
             m_values, _, v_squares, _, _ = dynamic_tables(codes.device)
             values, by = (m_values if signed else v_squares)[some], by if signed else by.square()
         else:
-            values = decode_m(some, torch.empty(some.shape, device=codes.device)) if signed else decode_v(some)
+            values = decode_m(some, torch.empty_like(some, dtype=torch.float32)) if signed else decode_v(some)
         spread = by.repeat_interleave(tiles.height, 0)[: segment.rows].repeat_interleave(tiles.width, 1)
         out.view(-1)[here] = values.mul_(spread[:, : segment.cols].reshape(-1))
     return out
@@ -376,7 +376,7 @@ def encode_tiles(
     for segment in tiles.segments(extent):
         here, bands, across = _place(segment, tiles)
         rows = bands.stop - bands.start
-        full = torch.zeros(rows * tiles.height, across * tiles.width, device=value.device)
+        full = value.new_zeros(rows * tiles.height, across * tiles.width, dtype=torch.float32)
         full[: segment.rows, : segment.cols] = value.reshape(-1)[here].view(segment.rows, segment.cols)
         tiled = full.view(rows, tiles.height, across, tiles.width)
         magnitude = tiled.abs()

@@ -84,7 +84,8 @@ class AdamWKernel:
     def rounds_as_torch(self) -> bool:
         """Whether a step gives the bits of torch's fused kernel, on some random numbers."""
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(4, 1024, generator=generator) * torch.tensor([1.0, 1e-2, 1e-2, 1e-2])[:, None]
+        start = torch.randn(4, 1024, generator=generator, dtype=torch.float32)  # whatever the default dtype
+        start[1:].mul_(1e-2)
         start[3].square_()
         for decoupled, beta1, weight_decay in itertools.product((True, False), (0.9, 0.3), (0.0, 0.1)):
             ours, theirs = start.clone(), start.clone()
@@ -98,7 +99,7 @@ class AdamWKernel:
             self(ours.unbind(), 3.0, decoupled=decoupled, **options)
             p, g, m, v = ([tensor] for tensor in theirs.unbind())
             kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-            kernel(p, g, m, v, [], [torch.tensor(3.0)], amsgrad=False, maximize=False, **options)
+            kernel(p, g, m, v, [], [start.new_tensor(3.0)], amsgrad=False, maximize=False, **options)
             if not torch.equal(ours, theirs):
                 return False
         return True

@@ -93,7 +93,7 @@ def step_of_tiles(
         low = (low + (y >= squares[low + 1])).clamp(max=254)
         below, above = squares[low], squares[low + 1]
         m_codes.copy_(untiled(found + (x > middles[found])))
-        v_codes.copy_(untiled(low + (y - below > (above - below) * (noise * 2.0**-20))))
+        v_codes.copy_(untiled(low + (y - below > (above - below) * (noise.float() * 2.0**-20))))
     else:
         new_m = _power_of_two(most_m * (2 * q.M_OVER_V / q.LARGEST))
         new_v = _power_of_two(most_v * (2 / q.LARGEST))

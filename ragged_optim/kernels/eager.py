@@ -92,16 +92,16 @@ class _Workspace:
         )
         self.v_bits_here, self.t_bits_here = self.v_bits[here], self.t_bits[here]
         self.edges = [edge for x in (self.g, self.i, self.v_bits) for edge in (x[rows:], x[:rows, cols:])]
-        self.columns = torch.empty(2, bands, shape[1], device=device)
+        self.columns = buffer.new_empty(2, bands, shape[1])
         self.columns_of_tiles = self.columns.view(2, bands, across, width)
-        self.most = torch.empty(2, bands, across, device=device)
+        self.most = buffer.new_empty(2, bands, across)
         self.most_v, self.most_m = self.most.unbind()
-        self.scales = torch.empty(2, bands, across, device=device)
+        self.scales = buffer.new_empty(2, bands, across)
         # What makes the next power of two of the largest, and of the largest of m that of 16 binades more.
-        self.next = torch.tensor([2 / q.LARGEST, 2 * q.M_OVER_V / q.LARGEST], device=device).view(2, 1, 1)
+        self.next = buffer.new_tensor([2 / q.LARGEST, 2 * q.M_OVER_V / q.LARGEST]).view(2, 1, 1)
         # The offset that is still in v when its scale is multiplied.
-        self.minus = torch.tensor([0.0, -q.OFFSET], device=device).view(2, 1, 1, 1)
-        self.spread = torch.empty(2, bands, 1, shape[1], device=device)
+        self.minus = buffer.new_tensor([0.0, -q.OFFSET]).view(2, 1, 1, 1)
+        self.spread = buffer.new_empty(2, bands, 1, shape[1])
         self.spread_flat, self.spread_one = self.spread.view(-1), self.spread[0]
         tile = torch.arange(2 * bands, dtype=torch.int32, device=device)[:, None] * across
         self.tile_of = (tile + torch.arange(shape[1], dtype=torch.int32, device=device) // width).view(-1)
@@ -133,7 +133,7 @@ def _workspace(device: torch.device, rows: int, cols: int, height: int, width: i
     size = 5 * (-(-rows // height) * height * -(-cols // width) * width + VECTOR)
     if device not in _BUFFERS or _BUFFERS[device].numel() < size:
         _WORKSPACES.clear()
-        _BUFFERS[device] = torch.zeros(max(5 * CHUNK, size), device=device)
+        _BUFFERS[device] = torch.zeros(max(5 * CHUNK, size), dtype=torch.float32, device=device)
     if key not in _WORKSPACES:
         if len(_WORKSPACES) >= 64:
             _WORKSPACES.clear()

@@ -135,7 +135,7 @@ class AdamW8bitRule(BlockwiseRule):
 
     def _in_fp32(self, param: Tensor, grad: Tensor, state: State, group: Group, extent: Extent) -> None:
         """The step of an fp64 ``param``: what the fp32 code makes of zeros, added in fp64."""
-        decay, moved = float(group["weight_decay"]), torch.zeros(param.shape, device=param.device)
+        decay, moved = float(group["weight_decay"]), torch.zeros_like(param, dtype=torch.float32)
         if decay and not self.decoupled:
             grad = grad.add(param, alpha=decay)
         self.update(moved, grad.float(), state, {**group, "weight_decay": 0.0}, extent)

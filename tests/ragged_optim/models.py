@@ -24,7 +24,7 @@ MIXED = ("shard0", "plain", "ragged", "shard1", "replicate", "ragged7", "onehot"
 
 def full(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator).to(dtype)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32).to(dtype)
 
 
 def ragged_units(numel: int, world: int, seed: int, row: int = 1) -> tuple[int, ...]:
