@@ -18,10 +18,14 @@ from ragged_optim import matrix_roots as roots
 from tests import cluster
 from tests.ragged_optim.models import full, train
 
+# After one step of a (6, 5) matrix L has rank 5 of 6: far above how each kind of CPU rounds the zero eigenvalue, whose
+# root would else be anything.
+EPS = 1e-2
+
 
 def power(matrix: Tensor, exponent: float) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.clamp(min=0).add(1e-12).pow(exponent)) @ vectors.T
+    return vectors @ torch.diag(values.clamp(min=0).add(EPS).pow(exponent)) @ vectors.T
 
 
 def shampoo_reference(
@@ -57,7 +61,6 @@ def shampoo_reference(
 )
 def test_shampoo_equals_its_formula(frequency: int, delay: int, grafting: str | None, beta2: float) -> None:
     param = nn.Parameter(full((6, 5), 0))
-    # Well-conditioned factors: the fourth root of a tiny eigenvalue is no test of the optimizer.
     grads = [full((6, 5), 1 + s) + torch.eye(6, 5) for s in range(7)]
     expected = shampoo_reference(param.detach(), grads, frequency, beta2, grafting, delay)
     optimizer = ragged_optim.Shampoo(
@@ -67,14 +70,13 @@ def test_shampoo_equals_its_formula(frequency: int, delay: int, grafting: str | 
         weight_decay=0.1,
         precondition_frequency=frequency,
         root_delay=delay,
-        preconditioner_eps=1e-12,
+        preconditioner_eps=EPS,
         grafting=grafting,
     )
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
-    # The first step's factors have rank 5 of 6: roots of a zero eigenvalue amplify rounding, but along no gradient.
-    torch.testing.assert_close(param.double(), expected, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_are_preconditioned_by_themselves() -> None:
