@@ -891,24 +891,12 @@ _register(
     "_to_copy.default",
     "lift_fresh.default",
 )
-# Gradients of activations that torch does not tag.
-_register(
-    "elementwise",
-    _elementwise,
-    *(
-        f"{name}_backward.default"
-        for name in (
-            "elu",
-            "hardshrink",
-            "hardsigmoid",
-            "hardswish",
-            "hardtanh",
-            "leaky_relu",
-            "softplus",
-            "softshrink",
-        )
-    ),
-)
+# Activations that torch does not tag, and gradients of those that it does.
+_register("elementwise", _elementwise, "hardswish.default", "hardswish_.default", "hardswish_backward.default")
+_register("elementwise", _elementwise, "hardtanh_backward.default", "hardsigmoid_backward.default")
+_register("elementwise", _elementwise, "hardshrink_backward.default", "softshrink_backward.default")
+_register("elementwise", _elementwise, "elu_backward.default", "leaky_relu_backward.default")
+_register("elementwise", _elementwise, "softplus_backward.default")
 _register(
     "elementwise",
     _elementwise,
