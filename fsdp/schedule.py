@@ -33,6 +33,7 @@ from fsdp.changes import note_versions, take_up_changes, take_up_changes_of_gath
 from fsdp.flat_buffer import FlatBuffer
 from fsdp.streams import CommStreams
 from fsdp.weight_grad import Witnesses, witnesses_of
+from ragged_shard.collectives import all_reduce_small
 from ragged_shard.pool import Pool
 
 __all__ = ["Schedule"]
@@ -377,8 +378,7 @@ class Schedule:
                 mask = self._masks[mesh] = torch.empty(len(used), dtype=torch.uint8, device=self.device)
             mask.copy_(torch.frombuffer(bytearray(used), dtype=torch.uint8))
             for dim in range(mesh.ndim):
-                if mesh.size(dim) > 1:
-                    dist.all_reduce(mask, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+                all_reduce_small(mask, dist.ReduceOp.MAX, mesh.get_group(dim))
             flags = iter(mask.tolist())
             for member in members:
                 answer[member] = [bool(next(flags)) for _ in member.parameters]
