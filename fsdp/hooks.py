@@ -170,7 +170,9 @@ class State:
     @_outside_graphs
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch._C._current_graph_task_id() != -1:
-            # An activation checkpoint recomputes: backward will use these parameters at once.
+            # An activation checkpoint recomputes: backward will use these parameters at once. (Or a hook of another
+            # model's backward runs this one.)
+            self.lazy_init()
             if not self.bucket.is_unsharded:
                 self._memory_wanted()
             self.bucket.unshard()

@@ -1,8 +1,8 @@
 """Gathered parameters whose shards have changed meanwhile: an evaluation with ``reshard_after_forward=False`` before
 ``optimizer.step()``, ``unshard()`` before it, an average of weights. They are not computed with, nor shown, any more.
 
-Noticed are the steps of optimizers, and in-place operations that torch counts: not those on ``.data``, nor torch's
-``_foreach`` functions.
+Noticed are the steps of optimizers, and in-place operations on parameters that torch counts: not those on ``.data`` or
+local tensors, nor torch's ``_foreach`` functions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def is_outdated(bucket: Bucket) -> bool:
 
 
 def _versions(bucket: Bucket) -> list[int]:
-    # Operations on a DTensor count as its own; those on its local tensor as that one's.
-    return [tensor._version for p in bucket.parameters for tensor in (p.sharded, p.local)]
+    # Not of local tensors: who changes those may do so on the ranks alone where they are not empty.
+    return [parameter.sharded._version for parameter in bucket.parameters]
 
 
 def _reshard_stepped(optimizer: Optimizer, *_: Any) -> None:

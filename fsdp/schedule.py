@@ -17,7 +17,8 @@ it: gathered and reduced as on the ranks that compute there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,7 +93,9 @@ class Schedule:
         self._reduce_order: list[Bucket] = []
         self._ready: set[Bucket] = set()
         self._in_flight: list[Bucket] = [] if shared is None else shared._in_flight
-        self._callback_queued = False
+        # What is to run at the end of the backward under way; only autograd refers to it, so that nothing is left of it
+        # when that backward has raised.
+        self._callback: weakref.ref[Callable[[], None]] | None = None
         self._masks: dict[DeviceMesh, Tensor] = {}
 
     def add(self, bucket: Bucket) -> None:
@@ -104,10 +107,10 @@ class Schedule:
 
     def enter_forward(self, root: object) -> bool:
         """Called by every module before its forward; ``True`` for the one that starts an iteration."""
-        if self.failed or self._callback_queued:
+        if self.failed or self._callback is not None:
             # The last forward or backward raised: nothing of it may be taken for this iteration's. An evaluation leaves
             # the gradients of earlier micro-batches what they were.
-            self.reset(unreduced=self._trains or self._callback_queued)
+            self.reset(unreduced=self._trains or self._callback is not None)
         if self.root is not None:
             return False
         self.root = root
@@ -189,18 +192,22 @@ class Schedule:
 
     def enter_backward(self, iteration: int | None) -> None:
         """Called by every module that backward enters; ``iteration``: that of the forward, if it is remembered."""
-        if self._callback_queued:
+        if self._callback is not None and self._callback() is None:
+            # The last backward raised, and no forward has begun since.
+            self.reset()
+        if self._callback is not None:
             if iteration is not None and iteration not in self._covered:
                 self._cover(iteration)
             return
         iteration = self.iteration if iteration is None else iteration
-        self._callback_queued = True
         for bucket in self.buckets:
             if bucket.is_unsharded:
                 take_up_changes_of_gathered(bucket)
         self._keeps_unsharded = _to_be_differentiated()
         self._covered, self._retained = [], torch._C._autograd._get_current_graph_task_keep_graph()
-        Variable._execution_engine.queue_callback(self.end_backward)
+        callback = self.end_backward
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
         self._hands_out = None
         for number, forward in [*self._forwards.items()]:
             # Backward begins with the last forward that it covers. Unlike the calls of one module, what the loss
@@ -327,7 +334,7 @@ class Schedule:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        self._callback_queued = False
+        self._callback = None
         captured = any(bucket.captured for bucket in self.buckets)
         while (call := self._last_call()) is not None:
             self._pass_by(call, running=False, captured=captured)
@@ -403,7 +410,7 @@ class Schedule:
         """Back to the resting state after an exception; ``unreduced``: without gradients that are not published yet."""
         self._finish_reductions()
         self.root = None
-        self.failed = self._callback_queued = False
+        self.failed, self._callback = False, None
         for bucket in self.buckets:
             bucket.discard(unreduced)
         witnesses_of(None)

@@ -236,6 +236,33 @@ def test_a_failed_evaluation_leaves_gradients_of_micro_batches_alone() -> None:
     check(2, evaluation_between_micro_batches_fails)
 
 
+def another_graph() -> list[str]:
+    """A backward that raises is followed by that of a forward from before it: none of its gradients was to be seen."""
+    sharded, plain = twins(Fragile)
+    found = []
+    for number in range(2):
+        sharded.blocks[1].raises = "backward"
+        broken = squares(sharded, 50)
+        sharded.blocks[1].raises = ""
+        losses = [squares(model, number) for model in (sharded, plain)]
+        try:
+            broken.backward()
+            found.append("no exception")
+        except Boom:
+            pass
+        sharded.zero_grad()
+        for model, loss in zip((sharded, plain), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        average_gradients(plain)
+        found += differences(sharded, plain, tolerance=1e-6) + resting(sharded)
+    return found
+
+
+def test_another_graph_after_a_failed_backward() -> None:
+    check(2, another_graph)
+
+
 def replicas_after_a_failure() -> list[str]:
     """Sums of a replica's earlier micro-batches go with those of the failed one."""
     mesh = cluster.mesh((2, 2), ("replicate", "shard"))

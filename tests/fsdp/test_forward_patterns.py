@@ -211,6 +211,29 @@ def test_inputs_without_gradient_and_detached_outputs() -> None:
     check(2, no_gradient_for_inputs)
 
 
+def run_by_a_hook() -> list[str]:
+    """A frozen model whose first forward, and each after that, is within the backward of another."""
+    scorer, plain = twins(Stack)
+    found = []
+
+    def scored(model: nn.Module, number: int) -> Tensor:
+        output = model(data(number))
+
+        def score(gradient: Tensor) -> None:
+            with torch.no_grad():
+                if not torch.equal(scorer(gradient.repeat(1, 2)[:, :WIDTH]), plain(gradient.repeat(1, 2)[:, :WIDTH])):
+                    found.append(f"score of step {number}")
+
+        output.register_hook(score)
+        return output.square().mean()
+
+    return train(Stack, scored) + found
+
+
+def test_a_model_that_only_runs_in_the_backward_of_another() -> None:
+    check(2, run_by_a_hook)
+
+
 # ---- calls ----
 
 
