@@ -272,15 +272,19 @@ class _Batch:
         self.is_matrix = len(self.mine) == 1 and self.mine[0].in_order and self.mine[0].fragments[rank] is None
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+
+
 class Exchange:
     """The matrices that lie on the ranks of one process group."""
 
     def __init__(self, group: dist.ProcessGroup, params: Sequence[MatrixParam]) -> None:
         self.group = group
         self.size, self.rank = group.size(), group.rank()
-        self.params = list(params)
-        # Those about which the ranks agree before a step.
-        self.voting = [param for param in self.params if param.moves or param.group.get("skip_nonfinite")]
+        # Those about which the ranks agree before a step; where one moves, all: owners were chosen by what is frozen.
+        all_vote = any(param.moves for param in params)
+        self.voting = [param for param in params if all_vote or param.group.get("skip_nonfinite")]
         # Of those, the ones that have a gradient in this step, on every rank that holds a part ...
         self.present: set[MatrixParam] = set()
         # ... and the ones to leave alone, because it is not finite on some rank.
@@ -290,26 +294,45 @@ class Exchange:
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def agree(
-        self, has: Sequence[bool], lacks: Sequence[bool], finite: Sequence[bool], refused: str, device: torch.device
+        self,
+        has: Sequence[bool],
+        lacks: Sequence[bool],
+        finite: Sequence[bool],
+        frozen: Sequence[bool],
+        refused: str,
+        device: torch.device,
     ) -> str:
-        """Why no rank can make this step: a parameter that moves has a gradient on some ranks only, or some rank has
-        ``refused`` a gradient, here or elsewhere; the same on every rank, and empty where all is well.
+        """Why no rank can make this step: a parameter that moves has a gradient on some ranks only, one is frozen on
+        some ranks only, or some rank has ``refused`` a gradient, here or elsewhere; the same on every rank, and empty
+        where all is well.
 
         One for each of ``self.voting``: whether it can be updated as far as this rank is concerned, whether it can be
-        left alone, and whether its gradient here is finite. A rank that holds nothing of a parameter agrees to both.
-        One reduction of four bytes per parameter.
+        left alone, whether its gradient here is finite, and whether it has no states here. A rank that holds nothing of
+        a parameter agrees to the first two. One reduction of six bytes per parameter.
         """
         self.spoilt = set()
         if not self.voting:
             return refused
         taken = [not refused] * len(has)
-        votes = torch.tensor([has, lacks, finite, taken], dtype=torch.uint8, device=device)
+        trained = [not here for here in frozen]
+        votes = torch.tensor([has, lacks, finite, taken, frozen, trained], dtype=torch.uint8, device=device)
         all_reduce_small(votes.view(-1), dist.ReduceOp.MIN, self.group)
-        all_have, all_lack, all_finite, all_taken = votes.tolist()
+        all_have, all_lack, all_finite, all_taken, all_frozen, all_trained = votes.tolist()
         if not all(all_taken):
             said: list[str] = [""] * self.size
             dist.all_gather_object(said, refused, group=self.group)
             return next(filter(None, said))
+        apart = [
+            param.name
+            for param, yes, no in zip(self.voting, all_frozen, all_trained, strict=True)
+            if not yes and not no
+        ]
+        if apart:
+            return (
+                f"{len(apart)} parameter(s) under a matrix rule are frozen on some ranks and not on others: "
+                f"{_some(apart)}. Which rank computes which matrix depends on that, so requires_grad must be the same "
+                "on every rank when the optimizer is made, and be changed on all of them"
+            )
         self.spoilt = {param for param, yes in zip(self.voting, all_finite, strict=True) if not yes}
         self.present = {param for param, yes in zip(self.voting, all_have, strict=True) if yes} - self.spoilt
         split = [
@@ -318,11 +341,10 @@ class Exchange:
             if param.moves and not yes and not no
         ]
         if split:
-            names = ", ".join(repr(name) for name in split[:5]) + (", ..." if len(split) > 5 else "")
             return (
                 f"{len(split)} parameter(s) under a matrix rule have a gradient on some ranks and None on others: "
-                f"{names}. Their matrices are gathered from all ranks, so all must have one: use the parameter on "
-                "every rank (multiply by 0 where it is not needed), or set its gradient to None everywhere before "
+                f"{_some(split)}. Their matrices are gathered from all ranks, so all must have one: use the parameter "
+                "on every rank (multiply by 0 where it is not needed), or set its gradient to None everywhere before "
                 "step()"
             )
         return ""

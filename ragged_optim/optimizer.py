@@ -347,6 +347,17 @@ class RaggedOptimizer(Optimizer):
         ``late``: parameters whose states are wanted all the same, and the hyperparameters to make them by.
         """
         self._take_up_groups()
+        for name, param, group in self.named_entries():
+            rule = self.rule_of(group)
+            if param not in self._given and param not in self.state:  # it came into its group by hand
+                self._check_cuts(rule, param, group, name)
+            if isinstance(rule, MatrixRule) and param not in self._matrix_params and not param.is_meta:
+                try:
+                    self._matrix_params[param] = self._matrix_param(name, param, group, rule)
+                except ValueError:
+                    # Of frozen ones it is wanted only so that the ranks can agree on what is frozen.
+                    if param.requires_grad:
+                        raise
         missing = [
             (name, param, group)
             for name, param, group in self.named_entries()
@@ -356,13 +367,7 @@ class RaggedOptimizer(Optimizer):
             return
         self._exchanges = None
         self._untouched.update(param for _, param, _ in missing if not self.state.get(param))
-        for name, param, group in missing:
-            rule = self.rule_of(group)
-            if param not in self._given:  # it came into its group by hand
-                self._check_cuts(rule, param, group, name)
-            if isinstance(rule, MatrixRule) and param not in self._matrix_params:
-                self._matrix_params[param] = self._matrix_param(name, param, group, rule)
-        self._choose_owners()
+        self._choose_owners(param for _, param, _ in missing)
         missing = [(name, param, late.get(param, group)) for name, param, group in missing]
         here = {param: self.state.get(param, {}) for _, param, _ in missing}
         flat, buffers = flat_states([(param, group) for _, param, group in missing], self.rule_of, here)
@@ -406,10 +411,13 @@ class RaggedOptimizer(Optimizer):
             wire=rule.wire_dtype(param.dtype, group),
         )
 
-    def _choose_owners(self) -> None:
-        """One balance per process group over all matrices on it; owners already chosen stay."""
+    def _choose_owners(self, late: Iterable[Tensor] = ()) -> None:
+        """One balance per process group over all matrices on it, of parameters that have states or will have them
+        (``late``); owners already chosen stay.
+        """
         by_group: dict[dist.ProcessGroup | None, list[MatrixParam]] = {}
-        for of in self._matrix_params.values():
+        trained = {*self.state, *late}
+        for of in (of for param, of in self._matrix_params.items() if param in trained):
             by_group.setdefault(of.layout.group, []).append(of)
         for group, params in by_group.items():
             if group is None:
@@ -464,7 +472,8 @@ class RaggedOptimizer(Optimizer):
             nothing = [local(entry.param).numel() == 0 for entry in voting]
             has = [entry.grad is not None or none for entry, none in zip(voting, nothing, strict=True)]
             lacks = [entry.grad is None or none for entry, none in zip(voting, nothing, strict=True)]
-            wrong = exchange.agree(has, lacks, finite, wrong, local(entries[0].param).device)
+            frozen = [entry.state is None for entry in voting]
+            wrong = exchange.agree(has, lacks, finite, frozen, wrong, local(entries[0].param).device)
             spoilt |= exchange.spoilt
         if wrong:
             raise RuntimeError(wrong)

@@ -197,3 +197,31 @@ def test_parameters_appended_to_a_group_or_taken_out_without_their_names_are_ste
     optimizer.param_groups[0]["params"].pop(0)
     step(optimizer, params, 1)
     assert len(optimizer.state_dict()["state"]) == len(params) - 1
+
+
+def frozen_on_one_rank(local: bool) -> list[str]:
+    """``local``: the frozen matrix lies whole on a rank."""
+    mesh, said = cluster.mesh((2,)), []
+    kinds = ("onehot" if local else "ragged", "ragged", "shard0")
+    params = [nn.Parameter(shard(full((12, 8), i), kind, mesh, i)) for i, kind in enumerate(kinds)]
+    params[0].requires_grad_(dist.get_rank() == 1)
+    optimizer = ragged_optim.Muon(named(params))
+    for changed in (False, True):
+        for i, param in enumerate(params):
+            param.grad = shard(full((12, 8), 9 + i), kinds[i], mesh, i) if i and not changed else None
+        if changed:  # and now on all: the optimizer is made anew
+            params[0].requires_grad_(True)
+            optimizer = ragged_optim.Muon(named(params))
+            params[0].grad = shard(full((12, 8), 9), kinds[0], mesh, 0)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_matrix_that_is_frozen_on_one_rank_is_an_error_on_all(local: bool) -> None:
+    first, second = cluster.run(2, frozen_on_one_rank, local)
+    assert first == second and len(first) == 1
+    assert "1 parameter(s) under a matrix rule are frozen on some ranks and not on others: 'layer.0.weight'" in first[0]

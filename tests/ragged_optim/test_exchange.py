@@ -116,8 +116,8 @@ def moving_matrices(count: int, dtype: torch.dtype, wire: torch.dtype | None = N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_messages_a_batch_of_one_matrix_per_owner(dtype: torch.dtype) -> None:
     for calls, sent in cluster.run(2, moving_matrices, 4, dtype):
-        # Whether there are gradients: four bytes for each of four parameters.
-        assert sent.pop(0) == (16, torch.uint8)
+        # Whether there are gradients: six bytes for each of four parameters.
+        assert sent.pop(0) == (24, torch.uint8)
         # Two matrices of 16 x 24 a batch, one for each owner: half of the other's goes out, and half of the own update.
         # The other halves are where they are needed.
         assert sent == [(192, dtype)] * 4
