@@ -32,6 +32,7 @@ __all__ = [
     "Row",
     "Tiles",
     "adamw8bit",
+    "bare_name",
     "by_name",
     "explain",
     "is_hidden_matrix",
@@ -97,7 +98,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     """
     if len(shape) < 2 or 0 in shape:
         return False
-    name = _bare(name)
+    name = bare_name(name)
     *path, last = name.split(".")
     leaf = path[-1] if last == "weight" and path else last
     if _LEARNED.match(last) or _NORM.search(leaf):
@@ -118,7 +119,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     return min(shape[-2:]) > 1
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """``name`` without what wrappers have put there."""
     return _LAST_PARTS.sub(r"\1\2", _WRAPPERS.sub("", name))
 
@@ -147,7 +148,7 @@ class HiddenMatrices:
     rest_block: Block | None = None
 
     def __call__(self, name: str, parameter: Any) -> ParamPolicy:
-        name, shape = _bare(name), tuple(parameter.shape)
+        name, shape = bare_name(name), tuple(parameter.shape)
         if not is_hidden_matrix(name, shape):
             return ParamPolicy(optimizer=self.rest, block=self.rest_block and _fitting(self.rest_block, shape))
         if _is_convolution(name, shape):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_optim.layout import Extent, Layout
+from ragged_optim.policies import bare_name
 from ragged_optim.quantize import Tiling, decode_tiles, encode_tiles, report, tiling
 from ragged_optim.rule import StateSpec
 
@@ -45,7 +46,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _fill(spec: StateSpec, name: str) -> float | int:
-    return zlib.crc32(name.encode()) & 0x7FFFFFFF if spec.fill == "salt" else spec.fill
+    # Under DDP or torch.compile parameters have other names, but the same random bits.
+    return zlib.crc32(bare_name(name).encode()) & 0x7FFFFFFF if spec.fill == "salt" else spec.fill
 
 
 @dataclass(frozen=True)

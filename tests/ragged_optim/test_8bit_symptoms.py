@@ -225,6 +225,16 @@ def test_gradients_of_another_dtype_crash_after_a_resume(param_dtype: torch.dtyp
     assert all(torch.equal(states[0][key], states[1][key]) for key in CODES)
 
 
+def test_wrappers_of_a_model_change_random_bits() -> None:
+    """DDP, torch.compile and activation checkpointing put parts into the names of parameters."""
+    ends = []
+    for name in ("0.weight", "module._orig_mod.0.weight", "0._checkpoint_wrapped_module.weight"):
+        param = nn.Parameter(full((96, 64), 0))
+        stepped(ragged_optim.AdamW8bit([(name, param)]), [param], range(3))
+        ends.append(digest(param))
+    assert len(set(ends)) == 1
+
+
 # ---- the step -----------------------------------------------------------------------------------------------------
 
 
