@@ -92,7 +92,8 @@ class FSDPModule(TorchFSDPModule):
         """After an exception in forward or backward: back to the resting state. The next root forward does it by
         itself.
 
-        Unreduced gradients of the failed iteration are lost. Raises ``RuntimeError`` on a module that is not the root.
+        Unreduced gradients are lost, those of earlier micro-batches included. Raises ``RuntimeError`` on a module that
+        is not the root.
         """
         state = self._get_fsdp_state()
         if state.is_root is False:

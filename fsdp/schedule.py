@@ -76,8 +76,8 @@ class Schedule:
         self.buckets: list[Bucket] = []
         # The state whose forward started this iteration, while that forward runs.
         self.root: object | None = None
-        # A forward raised since the last reset / the last one to begin records a graph.
-        self.failed = self._trains = False
+        # A forward raised since the last reset.
+        self.failed = False
         # Of forwards.
         self.iteration = 0
         self._hands_out: bool | None = None
@@ -108,15 +108,14 @@ class Schedule:
     def enter_forward(self, root: object) -> bool:
         """Called by every module before its forward; ``True`` for the one that starts an iteration."""
         if self.failed or self._callback is not None:
-            # The last forward or backward raised: nothing of it may be taken for this iteration's. An evaluation leaves
-            # the gradients of earlier micro-batches what they were.
-            self.reset(unreduced=self._trains or self._callback is not None)
+            # The last forward or backward raised: nothing of it may be taken for this iteration's. A forward leaves the
+            # gradients of earlier micro-batches what they were.
+            self.reset(unreduced=self._callback is not None)
         if self.root is not None:
             return False
         self.root = root
         self.iteration += 1
-        self._trains = torch.is_grad_enabled()
-        if self._trains:
+        if torch.is_grad_enabled():
             witnesses_of(self._forward().witnesses)
         for bucket in self.buckets:
             take_up_changes(bucket, self.buckets)

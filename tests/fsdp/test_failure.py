@@ -216,14 +216,14 @@ def test_published_gradients_survive_a_failed_forward() -> None:
     check(2, published_gradients_survive)
 
 
-def evaluation_between_micro_batches_fails() -> list[str]:
+def forward_between_micro_batches_fails() -> list[str]:
     sharded, plain = twins(Fragile)
     found = []
-    for number in (1, 2):
+    for number, context in enumerate((torch.no_grad(), torch.enable_grad()), 1):
         sharded.set_requires_gradient_sync(False)
         for model in (sharded, plain):
             squares(model, 0).backward()
-        with torch.no_grad():
+        with context:
             found += fail(sharded, "forward", 1)
         sharded.set_requires_gradient_sync(True)
         found += step(sharded, plain, partial(squares, step=number), tolerance=1e-6) + resting(sharded)
@@ -232,8 +232,8 @@ def evaluation_between_micro_batches_fails() -> list[str]:
     return found
 
 
-def test_a_failed_evaluation_leaves_gradients_of_micro_batches_alone() -> None:
-    check(2, evaluation_between_micro_batches_fails)
+def test_a_failed_forward_leaves_gradients_of_micro_batches_alone() -> None:
+    check(2, forward_between_micro_batches_fails)
 
 
 def another_graph() -> list[str]:
