@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ragged_shard.placement import Box, region_of
 from ragged_shard.redistribute import piece_of
 
-__all__ = ["boxes", "chunk_list", "load_from_full", "single_box", "tensor_shard", "write_items"]
+__all__ = ["boxes", "chunk_list", "load_from_full", "one_box_a_file", "single_box", "tensor_shard", "write_items"]
 
 
 def boxes(tensor: DTensor) -> tuple[Box, ...]:
@@ -57,6 +57,21 @@ def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
         )
         for box in boxes(tensor)
     ]
+
+
+def one_box_a_file(files: dict[int, list[WriteItem]], largest: int) -> dict[int, list[WriteItem]]:
+    """``files`` (what goes to which number) with further ones, from ``largest`` on, for what is named twice in one.
+
+    A safetensors file has one tensor of a name, and readers look into every file.
+    """
+    answer: dict[int, list[WriteItem]] = {}
+    for number, items in files.items():
+        seen: dict[str, int] = {}
+        for item in items:
+            before = seen.get(item.index.fqn, 0)
+            seen[item.index.fqn] = before + 1
+            answer.setdefault(number + before * largest, []).append(item)
+    return answer
 
 
 def tensor_shard(tensor: DTensor, index: MetadataIndex) -> Tensor:

@@ -261,6 +261,15 @@ def _create_write_items(stock: Any) -> Any:
     return __create_write_items__
 
 
+def _split_by_storage_plan(stock: Any) -> Any:
+    def split(self: Any, storage_plan: Any, items: Any) -> Any:
+        from ragged_shard.checkpoint import one_box_a_file
+
+        return one_box_a_file(stock(self, storage_plan, items), max((storage_plan or {"": 1}).values()))
+
+    return split
+
+
 def _create_chunk_list(stock: Any) -> Any:
     def __create_chunk_list__(self: Any) -> Any:
         if not _ragged(self.placements):
@@ -455,6 +464,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "index"),
         _get_tensor_shard,
         "saving and loading would take the whole local tensor for each box",
+    ),
+    Hook(
+        "torch.distributed.checkpoint.hf_storage:HuggingFaceStorageWriter._split_by_storage_plan",
+        ("self", "storage_plan", "items"),
+        _split_by_storage_plan,
+        "of a shard that is several boxes, a safetensors file would hold the last",
     ),
     Hook(
         "torch.distributed._state_dict_utils:_distribute_tensors",

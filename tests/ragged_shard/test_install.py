@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
@@ -137,6 +138,16 @@ def checkpoint():
     assert torch.equal(target["x"].to_local(), held(ELEMENTS))
 
 
+def safetensors():
+    names: list = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    writer = HuggingFaceStorageWriter(names[0], save_distributed=True)
+    dcp.save({"x": ragged(ELEMENTS)}, storage_writer=writer)
+    target = {"x": torch.zeros(6, 4)}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(names[0]))
+    assert torch.equal(target["x"], FULL)
+
+
 def sets_a_full_state():
     module = nn.Linear(4, 6, bias=False)
     module.weight = nn.Parameter(ragged(ELEMENTS))
@@ -227,6 +238,7 @@ SCENARIOS = {
     "__create_write_items__": checkpoint,
     "__create_chunk_list__": checkpoint,
     "__get_tensor_shard__": checkpoint,
+    "_split_by_storage_plan": safetensors,
     "_distribute_tensors": sets_a_full_state,
     "DTensor.data_ptr": copies_a_view,
     "DTensor._stable_hash_for_caching": has_a_key_of_its_own,

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as dtensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -239,3 +240,21 @@ def activations():
 
 def test_activations_have_gradients():
     cluster.run(4, activations)
+
+
+def safetensors(directory: str):
+    full = {"pieces": values(6, 4), "rows": values(6, 3), "other": values(4, 6)}
+    layouts = {"pieces": RaggedShard((0, 1), (5, 0, 6, 13)), "rows": ROWS, "other": RaggedShard((0, 1), (1, 10, 13, 0))}
+    state = {name: placed(tensor, layouts[name]) for name, tensor in full.items()}
+    files = {"pieces": 1, "rows": 2, "other": 1}
+    for folder, options in (("apart", {}), ("together", {"enable_consolidation": True, "fqn_to_index_mapping": files})):
+        path = f"{directory}/{folder}"
+        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True, **options))
+        loaded = {name: placed(torch.zeros_like(full[name]), layout) for name, layout in layouts.items()}
+        dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(path))
+        for name, tensor in full.items():
+            assert torch.equal(loaded[name].full_tensor(), tensor), (folder, name)
+
+
+def test_safetensors_hold_every_box_of_a_shard(tmp_path):
+    cluster.run(4, safetensors, str(tmp_path))
