@@ -18,6 +18,7 @@ buffers that are used again and again.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,7 +165,8 @@ def _updates(parts: Sequence[Part], matrices: Sequence[Tensor]) -> list[Tensor]:
         return [update.to(of.wire) for update in updates]
     updates = []
     for (live, index), matrix, state, tensors in zip(parts, matrices, states, before, strict=True):
-        if bool(matrix.isfinite().all()):
+        # A norm whose square overflows is as bad as an infinite one: so would the products that the rule sums up.
+        if float(torch.linalg.vector_norm(matrix)) <= math.sqrt(torch.finfo(matrix.dtype).max):
             update = of.rule.update(matrix, state, of.group)
             _check(update, "update", matrix.shape, of.rule)
             keep_tensors(state, tensors, of.rule.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,3 +319,15 @@ def test_roots_in_the_background_end_alike_in_every_world(name: str) -> None:
 def test_a_delay_as_long_as_the_time_between_roots_is_refused(name: str, option: str, delay: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} must be an integer from 0 to precondition_frequency - 1 = 2"):
         getattr(ragged_optim, name)([nn.Parameter(full((3, 3), 0))], precondition_frequency=3, **{option: delay})
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_one_gradient_whose_square_overflows_does_not_stop_a_matrix_for_good(name: str) -> None:
+    params = [nn.Parameter(full((6, 5), 0)) for _ in range(2)]
+    optimizers = [getattr(ragged_optim, name)([("w", param)], precondition_frequency=2) for param in params]
+    for seed, size in enumerate((1.0, 1.0, 1e20, 1.0, 1.0)):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = None if size > 1 and param is params[1] else size * full((6, 5), 1 + seed)
+            with pytest.warns(RuntimeWarning, match="left alone") if size > 1 and param is params[0] else nullcontext():
+                optimizer.step()
+    assert torch.equal(*params)
