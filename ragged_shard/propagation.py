@@ -249,6 +249,7 @@ def _align(
     if shape is None:
         shape = tuple(flat[0].shape)
     leads = [spec for spec in flat if has_ragged(spec.placements) and tuple(spec.shape) == shape]
+    leads = leads or [found for spec in flat if (found := _grown(spec, shape)) is not None]
     written = flat[0] if op._schema.is_mutable and _writes_first(op) else None
     if not leads:
         refuse(op, flat, f"the result has shape {shape}, so the ragged operand would have to be repeated across units")
@@ -274,6 +275,21 @@ def _align(
                 op, flat, f"its keyword operand is placed {_show(spec)}; give it the placements of the ragged operand"
             )
     return [aligned(arg) for arg in args], lead.placements
+
+
+def _grown(spec: DTensorSpec, shape: Shape) -> DTensorSpec | None:
+    """How a result of ``shape`` lies that repeats ``spec`` inside units (a value for each row beside a replicated
+    matrix); ``None`` where it would repeat units."""
+    ragged = next((p for p in spec.placements if isinstance(p, RaggedShard)), None)
+    if ragged is None or spec.ndim != len(shape) or not ragged.dims:
+        return None
+    grown = {d for d, size in enumerate(shape) if size != spec.shape[d]}
+    if any(d < len(ragged.dims) for d in grown) or any(
+        isinstance(p, Shard) and p.dim in grown for p in spec.placements
+    ):
+        return None
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), cast(TensorMeta, spec.tensor_meta).dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def _writes_first(op: OpOverload) -> bool:

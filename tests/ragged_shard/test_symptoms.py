@@ -176,6 +176,11 @@ def inner_gradients():
             (result.redistribute(placements=[Replicate()]) * placed(weight, Replicate())).sum().backward()
             torch.testing.assert_close(result.full_tensor(), expected, msg=lambda text, n=name: f"{n}: {text}")
             torch.testing.assert_close(tensor.grad.full_tensor(), plain.grad, msg=lambda text, n=name: f"{n}: {text}")
+    sums = placed(full, ROWS).sum((1, 2), keepdim=True)
+    product = placed(full, Replicate()) * sums
+    assert product.placements == (ROWS,)
+    assert torch.equal(product.full_tensor(), full * full.sum((1, 2), keepdim=True))
+    message_of(lambda: placed(full, Replicate()).mul_(sums))
     other = placed(full, RaggedShard((0,), (3, 2, 0, 1))).sum((1, 2), keepdim=True)
     assert "operands are placed" in message_of(lambda: placed(full, ROWS) * other)
     assert "repeat units" in message_of(lambda: placed(full, ROWS).expand(2, 6, 2, 4))
