@@ -43,11 +43,14 @@ def parameter_of(dtensor: DTensor, requires_grad: bool) -> nn.Parameter:
     return parameter
 
 
+_SETATTR = nn.Module.__setattr__
+
+
 def register(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
     """Make ``parameter`` the module's; by its class's own ``__setattr__`` if there is one, which may keep it elsewhere
     too.
     """
-    if type(module).__setattr__ is nn.Module.__setattr__:
+    if type(module).__setattr__ is _SETATTR:
         module._parameters[attribute] = parameter
     else:
         setattr(module, attribute, parameter)
@@ -78,7 +81,10 @@ class BucketParameter:
     def show(self, parameter: nn.Parameter) -> None:
         """Register ``parameter``, the sharded or the unsharded one, with the modules."""
         for module, attribute in self.places:
-            register(module, attribute, parameter)
+            if type(module).__setattr__ is _SETATTR:
+                module._parameters[attribute] = parameter
+            else:
+                register(module, attribute, parameter)
 
     def is_shown_as(self, tensor: Tensor) -> bool:
         return tensor is self.sharded or tensor is self.full

@@ -340,6 +340,9 @@ for _module, _name in ((torch, "_grouped_mm"), (F, "grouped_mm")):
         _DIRECT[getattr(_module, _name)] = _grouped
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
@@ -409,7 +412,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.place, ctx.bias_place = weight, place, bias_place
         output = F.linear(input, weight, bias)
         # A view (of the rows of all leading dimensions) could not be changed in place afterwards.
-        return torch.ops.aten._unsafe_view.default(output, output.shape) if output._is_view() else output
+        return _unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
