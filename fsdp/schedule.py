@@ -379,12 +379,15 @@ class Schedule:
         answer: dict[FlatBuffer, list[bool]] = {}
         for mesh, members in by_mesh.items():
             used = [p.used for b in members for p in b.parameters]
-            mask = self._masks.get(mesh)
-            if mask is None or mask.numel() != len(used):
-                mask = self._masks[mesh] = torch.empty(len(used), dtype=torch.uint8, device=self.device)
+            rows = self._masks.get(mesh)
+            if rows is None or rows.shape[1] != len(used):
+                # The mask, and room for those of the ranks along a dimension.
+                shape = (1 + max(mesh.shape), len(used))
+                rows = self._masks[mesh] = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            mask, room = rows[0], rows[1:]
             mask.copy_(torch.frombuffer(bytearray(used), dtype=torch.uint8))
             for dim in range(mesh.ndim):
-                all_reduce_small(mask, dist.ReduceOp.MAX, mesh.get_group(dim))
+                all_reduce_small(mask, dist.ReduceOp.MAX, mesh.get_group(dim), room)
             flags = iter(mask.tolist())
             for member in members:
                 answer[member] = [bool(next(flags)) for _ in member.parameters]
