@@ -32,14 +32,14 @@ from ragged_optim.layout import Fragment, Layout, Matrix
 from ragged_optim.owners import Job
 from ragged_optim.rule import MatrixRule
 from ragged_optim.state import Tiled, keep_tensors
-from ragged_shard.collectives import AllToAllV, all_reduce_small
+from ragged_shard.collectives import Pending, all_reduce_small, all_to_all_v_into
 
 __all__ = ["BATCH_BYTES", "TOGETHER_BYTES", "Exchange", "Live", "MatrixParam", "compute_here"]
 
 # Matrices share a batch up to this size per owner: smaller transfers cost latency, and fewer matrices iterate together.
 BATCH_BYTES = 4 << 20
 # Matrices that go to their rule together: more of them would not stay in a core's cache.
-TOGETHER_BYTES = 5 << 19
+TOGETHER_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
@@ -356,7 +356,7 @@ class Exchange:
         ranks).
         """
         live_of = {live.of: live for live in lives}
-        batches = [_Transit(self, batch, live_of, number) for number, batch in enumerate(self._batches(list(live_of)))]
+        batches = [_Transit(self, batch, live_of) for batch in self._batches(list(live_of))]
         if batches:
             batches[0].gather()
         compute_here(
@@ -427,20 +427,17 @@ class Exchange:
 class _Transit:
     """A batch under way in one step: ``gather``, ``arrive``, ``scatter``, ``apply``."""
 
-    def __init__(self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live], number: int) -> None:
-        self.exchange, self.of, self.live_of, self.number = exchange, batch, live_of, number
+    def __init__(self, exchange: Exchange, batch: _Batch, live_of: Mapping[MatrixParam, Live]) -> None:
+        self.exchange, self.of, self.live_of = exchange, batch, live_of
         self.like = live_of[batch.moves[0].of].param
-        # What the transfer under way reads: held until it has been waited for.
+        self.under_way = Pending(())
+        # The buffer that it reads: held until it has been waited for.
         self.sent: Tensor | None = None
 
     def gather(self) -> None:
         """Send the shards that lie here to the owners."""
-        batch, exchange = self.of, self.exchange
+        batch = self.of
         self.shards = self._buffer(sum(batch.into))
-        self.updates = self._buffer(sum(batch.out))
-        # Both are asked for before anybody can send.
-        self.gathering = AllToAllV(self.shards, batch.into, exchange.group, tag=2 * self.number)
-        self.scattering = AllToAllV(self.updates, batch.out, exchange.group, tag=2 * self.number + 1)
         parts = [self.live_of[move.of].take(fragment) for move, fragment in batch.away]
         self.kept = [
             self.live_of[move.of].take(fragment)
@@ -454,11 +451,11 @@ class _Transit:
             self.sent = shards = self._buffer(sum(batch.out))
             if parts:
                 torch.cat(parts, out=shards)
-        self.gathering.send(shards, batch.out)
+        self.under_way = all_to_all_v_into(self.shards, shards, batch.into, batch.out, self.exchange.group)
 
     def arrive(self) -> list[Tensor]:
         """The matrices owned here, in the batch's order, until ``scatter``."""
-        self._wait(self.gathering)
+        self._wait()
         batch = self.of
         if batch.is_matrix:
             matrix = batch.mine[0].matrix
@@ -486,19 +483,20 @@ class _Transit:
                     else:
                         send[at : at + fragment.numel].copy_(piece)
         self.exchange.give_back(self.shards)
-        self.scattering.send(send, batch.into)
+        self.updates = self._buffer(sum(batch.out))
+        self.under_way = all_to_all_v_into(self.updates, send, batch.out, batch.into, self.exchange.group)
 
     def apply(self) -> None:
         """Step what lies here of the others' matrices."""
-        self._wait(self.scattering)
+        self._wait()
         at = 0
         for move, fragment in self.of.away:  # in the order of owners, as sent
             self.live_of[move.of].apply(move.index, fragment, self.updates[at : at + fragment.numel])
             at += fragment.numel
         self.exchange.give_back(self.updates)
 
-    def _wait(self, transfer: AllToAllV) -> None:
-        transfer.wait()
+    def _wait(self) -> None:
+        self.under_way.wait()
         if self.sent is not None:
             self.exchange.give_back(self.sent)
             self.sent = None

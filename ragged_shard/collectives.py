@@ -26,7 +26,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 __all__ = [
-    "AllToAllV",
     "Pending",
     "all_gather_in_place",
     "all_gather_v",
@@ -292,45 +291,6 @@ def all_gather_v(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
         )
     wired = [on_wire(piece) for piece in pieces]
     return Pending([dist.all_gather(wired, wired[group.rank()], group=group, async_op=True)])
-
-
-class AllToAllV:
-    """An all-to-all-v in two steps: made, it is ready to receive; ``send`` it, and ``wait``.
-
-    ``out`` (1-D) takes ``received[k]`` elements from group rank k, none from this one. Every rank of the group makes
-    it and sends, in the same order, whatever there is to send. ``tag``: on gloo, of all that are under way at once in
-    this group, each has its own.
-
-    On gloo it is a message for each pair of ranks that has something to say, which takes about half the CPU time of
-    gloo's own: that wakes a thread, and sends the empty messages too. A message that nobody has asked for yet costs
-    more, so make it some time before the others send.
-    """
-
-    def __init__(self, out: Tensor, received: Sequence[int], group: dist.ProcessGroup, *, tag: int) -> None:
-        self._out, self._received, self._group, self._tag = out, received, group, tag
-        self._by_message = _by_message(group, out)
-        self._coming = exchange([], _parts(out, received), group, tag=tag) if self._by_message else Pending(())
-        self._going = Pending(())
-        # gloo's messages do not keep what they carry alive.
-        self._flat: Tensor | None = None
-
-    def send(self, flat: Tensor, sent: Sequence[int]) -> None:
-        """Group rank k gets ``sent[k]`` elements of the 1-D ``flat``, in order; both stay untouched until ``wait``."""
-        self._flat = flat
-        if self._by_message:
-            self._going = exchange(_parts(flat, sent), [], self._group, tag=self._tag)
-        else:
-            self._going = all_to_all_v_into(self._out, flat, self._received, sent, self._group)
-
-    def wait(self) -> None:
-        self._coming.wait()
-        self._going.wait()
-        self._flat = None
-
-
-def _parts(flat: Tensor, lengths: Sequence[int]) -> list[tuple[int, Tensor]]:
-    """(group rank, its part of ``flat``), without the empty ones."""
-    return [(peer, part) for peer, part in enumerate(flat.split(list(lengths))) if part.numel()]
 
 
 # Ranks up to which each can send to every other: gloo's ring has 4 (size - 1) messages a rank, one after the other.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ragged_shard import collectives
 from ragged_shard.collectives import (
-    AllToAllV,
     all_gather_in_place,
     all_gather_v,
     all_reduce_small,
@@ -213,31 +212,6 @@ def test_exchange() -> None:
     assert cluster.run(3, exchanged, [[2, 5], [1], []]) == [True] * 3
     assert cluster.run(3, exchanged, [[], [], []]) == [True] * 3
     assert cluster.run(2, exchanged, [[3, 1, 4], [1, 5]]) == [True] * 2
-
-
-def in_two_steps(tables: list[list[list[int]]], dtype: torch.dtype) -> bool:
-    """Several under way at once, all asked for before the first is sent, sent in another order on odd ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    under_way = []
-    for tag, table in enumerate(tables):
-        received = [table[source][rank] for source in range(size)]
-        place = torch.full((sum(received),), -1).to(dtype)
-        expected = torch.cat([torch.full((n,), 100 * tag + source) for source, n in enumerate(received)]).to(dtype)
-        under_way.append((AllToAllV(place, received, group(), tag=tag), table[rank], place, expected))
-    for tag in sorted(range(len(tables)), reverse=rank % 2 == 1):
-        transfer, sent, _, _ = under_way[tag]
-        # Nobody else keeps what is sent.
-        transfer.send(torch.full((sum(sent),), 100 * tag + rank).to(dtype), sent)
-    for transfer, *_ in under_way:
-        transfer.wait()
-    return all(torch.equal(place, expected) for _, _, place, expected in under_way)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
-def test_all_to_alls_in_two_steps(dtype: torch.dtype) -> None:
-    tables = [[[0, 2, 3], [4, 0, 0], [5, 1, 0]], [[0, 0, 0], [0, 0, 7], [0, 0, 0]], [[0, 60, 0], [0, 0, 0], [0, 9, 0]]]
-    tables.append([[0, 0, 0]] * 3)
-    assert cluster.run(3, in_two_steps, tables, dtype) == [True] * 3
 
 
 def small(rows: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
