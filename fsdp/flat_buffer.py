@@ -176,6 +176,7 @@ class FlatBuffer:
             self.full = DBuffer.whole(self.layout, dtype, pool, label="parameters", owner=owner)
             for index, parameter in enumerate(self.parameters):
                 if hasattr(parameter.local, "fsdp_pre_all_gather"):
+                    # A layout is settled in fully_shard; the method, set on a tensor later, would never be called.
                     raise NotImplementedError(
                         f"the local tensor of {parameter.name!r} was given fsdp_pre_all_gather after fully_shard, when "
                         f"it had been laid out with others; make the parameter an instance of a subclass that has it "

@@ -181,7 +181,7 @@ class PortablePolicy:
     def __reduce__(self) -> tuple[Any, ...]:
         try:
             pickle.dumps(self.function)
-        except Exception:
+        except Exception:  # whatever its __reduce__ raises; pickle itself has no one type for "cannot"
             return PortablePolicy, (_lost,)
         return PortablePolicy, (self.function,)
 

@@ -117,7 +117,8 @@ def from_local(
         return _ScalarFromLocal.apply(local, mesh, resolved)  # type: ignore[no-any-return, no-untyped-call]
     if grad_placements is not None:  # an older torch has no such argument
         options["grad_placements"] = grad_placements
-    return stock(local, mesh, resolved, shape=shape, stride=contiguous_stride(shape), **options)  # type: ignore[no-any-return]
+    made: DTensor = stock(local, mesh, resolved, shape=shape, stride=contiguous_stride(shape), **options)
+    return made
 
 
 def made_by(
@@ -131,11 +132,11 @@ def made_by(
     """What ``torch.distributed.tensor.zeros``, ``rand``, ... return; random values are those of one process."""
     mesh, resolved = _resolve(device_mesh, placements, len(size), f"torch.distributed.tensor.{function.__name__}")
     check_placements(tuple(size), tuple(mesh.shape), resolved)
-    if function not in (torch.rand, torch.randn):
-        return stock(function, size, mesh, resolved, **options)  # type: ignore[no-any-return]
-    made: DTensor = stock(torch.empty, size, mesh, resolved, **options)
-    with torch.no_grad():
-        made.uniform_() if function is torch.rand else made.normal_()
+    random = function in (torch.rand, torch.randn)
+    made: DTensor = stock(torch.empty if random else function, size, mesh, resolved, **options)
+    if random:
+        with torch.no_grad():
+            made.uniform_() if function is torch.rand else made.normal_()
     return made
 
 

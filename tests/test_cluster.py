@@ -24,7 +24,7 @@ def one_rank_raises() -> None:
 
 def one_rank_sleeps() -> None:
     if dist.get_rank() == 0:
-        time.sleep(600)
+        time.sleep(600)  # a hang, longer than any deadline; the cluster kills this rank
     dist.barrier()
 
 

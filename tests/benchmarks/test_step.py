@@ -138,7 +138,7 @@ def dies(send):
 
 
 def says_nothing(send):
-    time.sleep(600)
+    time.sleep(600)  # a hang; the test ends when whoever watches has ended this process
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def graphs_after_steps(kind: str) -> tuple[int, int]:
     def alive() -> int:
         # A thread of gloo's drops the tensors of a collective some time after it has said that this is done, and needs
         # Python's lock for it.
-        time.sleep(0.05)
+        time.sleep(0.05)  # which lets it have that; gloo offers nothing to wait for
         gc.collect()
         tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
         return sum(id(o) not in earlier or earlier[id(o)]() is not o for o in tensors)

@@ -183,7 +183,7 @@ def test_a_tensor_that_cannot_be(numel: int, itemsize: int, block: int, what: st
 
 def test_a_tensor_of_the_wrong_type() -> None:
     with pytest.raises(TypeError, match="name of a tensor"):
-        TensorSpec(3, 10, 2)  # type: ignore[arg-type]
+        TensorSpec(3, 10, 2)  # type: ignore[arg-type]  # the wrong type is the case
     with pytest.raises(TypeError, match="tensor 'w': numel must be an integer"):
         TensorSpec("w", 4.0, 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="block must be an integer"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_shard.bound import Kind
+from ragged_shard.packing import Run
 from ragged_shard.planner import BufferPlan, TensorSpec, drawn, plan_bucket, validate
 from ragged_shard.whole import apart, keep_whole
 
@@ -60,12 +63,8 @@ def layouts(draw: st.DrawFn) -> tuple[list[Kind], list[tuple[int, int, int]], in
     return kinds, runs, shard, world_size
 
 
-def spread(kinds: list[Kind], runs: object) -> list[tuple[int, int]]:
-    return [
-        (start + i * kinds[kind].numel, kinds[kind].numel)
-        for kind, start, count in runs  # type: ignore[attr-defined]
-        for i in range(count)
-    ]
+def spread(kinds: list[Kind], runs: Sequence[Run]) -> list[tuple[int, int]]:
+    return [(start + i * kinds[kind].numel, kinds[kind].numel) for kind, start, count in runs for i in range(count)]
 
 
 @given(layouts())
